@@ -144,7 +144,7 @@ def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
 
 def _collect_moments(options: argparse.Namespace) -> None:
     """Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, moments=NAME) does
-    so by itself; this is for other texts, and for files to hand on."""
+    so by itself; this command takes other texts, and makes a file to share."""
     text = _choose_text(options)
     given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
     moments = KeyMoments.collect(*_load(options), options.prompt, text=text, **given)
@@ -176,8 +176,8 @@ def _read_text(path: Path, name: str) -> str:
 
 
 def _profile(options: argparse.Namespace) -> None:
-    """Memory and time of a long prompt of random words, layer by layer and token by token: DynamicCache, then
-    QAdACache."""
+    """Measure memory and time of a long prompt of random words, layer by layer and token by token, with DynamicCache
+    and then with QAdACache."""
     model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
     cache = _read_cache_options(options)
     prepare(model, tokenizer, **cache)
@@ -252,8 +252,8 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _serve_folder(options: argparse.Namespace) -> None:
     """Make a folder for `transformers serve --trust-remote-code` that links to a model's files and holds no code but
-    our generate.py, and do ahead what the first request would otherwise wait for, in the dtype and on the device that
-    it will be served with."""
+    our generate.py. Collect key moments and compile kernels ahead, in the dtype and on the device that the model will
+    be served with."""
     make_folder(options.model, options.out)
     options.model = str(options.out)
     prepare(*_load(options))
@@ -261,8 +261,8 @@ def _serve_folder(options: argparse.Namespace) -> None:
 
 
 def _store(options: argparse.Namespace) -> int:
-    """What a PrefixStore keeps: list it by model and owner, drop some or all of it, or read every file and remove
-    damaged ones (status 1 if there were any)."""
+    """List a PrefixStore's prompts by model and owner, drop some or all of them, or read every file and remove damaged
+    ones (status 1 if there were any)."""
     store = PrefixStore(options.folder)
     if options.action != "drop" and (options.ids or options.all):
         raise ValueError(f"{options.action} is of all stored prompts and takes no ID")

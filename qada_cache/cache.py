@@ -31,59 +31,59 @@ class QAdACache(WatchedCache):
     """A KV cache for transformers: each attention head reads 128 tokens near it, and selected tokens of the rest.
 
     Implements QAdA ("Adaptive Long-Context Head Identification", arXiv 2502.09647). The *bulk*, all tokens outside
-    sinks and sliding window, lies in host memory. For every generated token each head has `A_local = sum exp(score)`
-    over sinks and window, and an estimate for the bulk by its keys' mean and covariance (eq. 7): `log A_bulk =
-    log T_bulk + mu_s + sigma_s^2 / 2`. A head with `A_local / (A_local + A_bulk) < threshold` is long-context: it reads
-    selected tokens of the bulk as well, or with `token_threshold=0` all of them. Nothing is evicted.
+    sinks and sliding window, lies in host memory. For every generated token each head computes `A_local =
+    sum exp(score)` over sinks and window. It estimates the same sum over the bulk by the keys' mean and covariance
+    (eq. 7): `log A_bulk = log T_bulk + mu_s + sigma_s^2 / 2`. A head with `A_local / (A_local + A_bulk) < threshold` is
+    long-context: it also reads selected tokens of the bulk, or with `token_threshold=0` all. Nothing is evicted.
 
         cache = QAdACache(model)
         model.generate(**inputs, cache=cache)
         print(cache.stats())
 
-    Building a cache puts our function before the model's attention, whose name stays; calls of other caches pass
-    straight through, and `restore_attention(model)` undoes it. The first cache of a model also runs it over a short
-    prompt, and writes the key moments to the user's cache folder; `moments="current"` does not. The first long decode
-    step on a CPU compiles a kernel into the same folder. `prepare` does all of it ahead. Calls with more new tokens
-    than the window (prefill, long turns) are exact full attention. Other layers keep transformers' own caches.
+    Building a cache puts our function before the model's attention, whose name stays. Calls of other caches pass
+    straight through, and `restore_attention(model)` undoes it. The first cache of a model also runs the model over a
+    short prompt, unless `moments="current"`, and writes the key moments to the user's cache folder. The first long
+    decode step on a CPU compiles a kernel into that folder. `prepare` does both ahead. Calls with more new tokens than
+    the window (prefill, long turns) are exact full attention. Other layers keep transformers' own caches.
 
     Args:
         model: the model the cache is for, perhaps wrapped by `torch.compile` or peft. Instead of it, `config` takes the
             model's own `model.config`. Under tensor parallelism all processes build their caches together.
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
             head local. 1 makes none local: `DynamicCache`'s attention, summed in another order. In bfloat16 and float16
-            near-ties may then fall otherwise, as between eager and sdpa attention.
+            near-tied tokens may then differ, as between eager and sdpa attention.
         sink_tokens: tokens at the start of each row that are always read.
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
             is local); "local" (every head is); or `StaticHeads`, the same heads for every token.
-        group_rule: the decision of query heads that share a KV head. "any": if one of them is long-context, all are, as
-            its keys and values are read anyway. "head": every query head decides for itself, as in the paper.
-        moments: the prompt of the keys' mean and covariance. "current": the prompt being read; if it repeats itself,
-            they hide the one key that matters. "random-tokens": 1,024 ordinary tokens of the vocabulary in random
-            order. "random-words", "wiki", "single-word": as many tokens of our article (its words in random order, its
-            text, one word repeated). The model reads these once (seconds); they are kept in memory and the user's cache
-            folder (`QADA_HOME`). Or `KeyMoments`, or their file's path or "hf://owner/name". "current+" and one of the
-            others, or a tuple of "current" and one, goes by both: the larger estimate of `A_bulk` counts. Words need
-            the tokenizer where the model was loaded from, or given to `prepare`: else "wiki" raises, the others become
-            "random-tokens" and "single-token", with a warning. With `config`, moments are looked up in the cache
-            folder; without them the current prompt's alone count, with a warning.
-        token_threshold: a long-context head reads the tokens of its bulk with at least so many times an even share of
-            its attention, by the sketch. An estimate stands for others. 0: all are read, as in the paper, and always
-            under "dense", "oracle" and a threshold of 1.
+        group_rule: how query heads that share a KV head decide. "any": if one of them is long-context, all are, as the
+            keys and values are read anyway. "head": every query head decides for itself, as in the paper.
+        moments: the prompt whose keys' mean and covariance count. "current": the prompt being read; in repetitive text
+            its moments hide the one key that matters. "random-tokens": 1,024 ordinary tokens of the vocabulary in
+            random order. "random-words", "wiki", "single-word": 1,024 tokens of our article (its words in random order,
+            its text, one word repeated). The model reads these once (seconds); memory and the user's cache folder
+            (`QADA_HOME`) keep the moments. Or `KeyMoments`, or their file's path or "hf://owner/name". "current+" and
+            one of the others, or a tuple of "current" and one: the larger estimate of `A_bulk` counts. Words need the
+            tokenizer beside the model's files, or given to `prepare`. Without it "wiki" raises, and the other two
+            become "random-tokens" and "single-token", with a warning. With `config`, moments are looked up in the cache
+            folder; if there are none, only the current prompt's count, with a warning.
+        token_threshold: theta: a long-context head reads bulk tokens that get at least theta times an even share of
+            its attention, by the sketch, and estimates the others. 0: it reads all, as in the paper, and always under
+            "dense", "oracle" and a threshold of 1.
         sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
-        bulk_bits: 16: the bulk is as the model made it. 8 or 4: its closed segments lie in about so many bits a value,
-            the sketch's included, in layers whose heads have multiples of 8 channels, and a sketch is kept. None: 8 for
-            a model on a CPU if its tokens are selected in the metric of its queries, else 16.
+        bulk_bits: 16: the bulk is as the model made it. 8 or 4: closed segments have about so many bits a value, the
+            sketch's included, in layers whose heads have multiples of 8 channels, and a sketch is kept. None: 8 for a
+            model on a CPU if its tokens are selected in the metric of its queries, else 16.
         prefill_threshold: 0: a first prompt is read exactly. Above: keys are read that get so many times an even share,
             on CPUs with AVX512-BF16, from some 1,300 tokens on; an estimate stands for others.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
         device_budget: the part of an offloaded bulk that may lie on each of the model's devices as well: bytes (an
-            int), a share of the bulk (a float in [0, 1]), or "auto", the memory free when the first head asks for it,
+            int), a share of the bulk (a float in [0, 1]), or "auto": the memory free when the first head asks for it,
             less a tenth and at least 1 GiB. Outputs do not depend on it.
-        audit_every: every so many query-adaptive steps one layer's whole bulk is read, layers taking turns, to record
-            missed attention in `stats().audit`; outputs stay the same. 0: never.
+        audit_every: query-adaptive steps between audits; 0: none. An audit reads one layer's whole bulk, layers in
+            turn, and records the missed attention in `stats().audit`. Outputs stay the same.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
         progress: show a bar with the time left while a prompt of more than a few seconds is read.
         tuned: take both thresholds, and `bulk_bits` if few, from `qada tune`, which kept them of this model; neither
@@ -150,9 +150,9 @@ class QAdACache(WatchedCache):
 
     @property
     def observer(self) -> Observer | None:
-        """Called with an `Observation` of every query-adaptive call of every layer, once it is computed: None, or a
-        function of one. Set it to observe; copies of the cache begin without one, and torch computes what is observed,
-        whatever `kernels` says. Exact calls decide nothing and are not told. What it raises interrupts the pass."""
+        """None, or a function that gets an `Observation` of every query-adaptive call of every layer, once computed.
+        Copies of the cache have no observer. With an observer torch computes, whatever `kernels` says. Exact calls
+        decide nothing and are not observed. An error that the observer raises interrupts the forward pass."""
         return self._shared.observer
 
     @observer.setter
@@ -188,7 +188,7 @@ class QAdACache(WatchedCache):
         self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
 
     def fork(self, **options: Any) -> "QAdACache":
-        """A copy, as `copy.deepcopy` makes one, that decides by other options; its counters are at zero.
+        """A `copy.deepcopy` of the cache that decides by other options, with its counters at zero.
 
             model(**inputs, cache=cache)  # prefill once, which is exact whatever decides afterwards
             full = cache.fork(criterion="dense")
@@ -197,8 +197,8 @@ class QAdACache(WatchedCache):
             options: deciding options of `QAdACache`; the others stay.
 
         Raises:
-            TypeError, ValueError, FileNotFoundError: as `QAdACache`; no such option, or one that tokens are laid out
-                by; `update_moments=False` after decoding without it.
+            TypeError, ValueError, FileNotFoundError: as `QAdACache`; an unknown option, or one that decides how tokens
+                are stored; `update_moments=False` after decoding without it.
             RuntimeError: a forward pass was interrupted.
         """
         self._check_whole()
@@ -249,11 +249,11 @@ class QAdACache(WatchedCache):
         )
 
     def layer_bytes(self) -> list[tuple[int, int]]:
-        """Bytes of every layer, on the device and on the host (key moments of another prompt are in `stats` only)."""
+        """Bytes of every layer, on the device and on the host. Only `stats` counts key moments of another prompt."""
         return list(map(count_layer_bytes, self.layers))
 
     def stats(self, *, gather: bool = False) -> CacheStats:
-        """Sparsity, bytes held and bytes read so far. `gather`: of all processes of a split model, called together."""
+        """Sparsity, bytes held and bytes read so far. `gather`: of all processes of a split model; all have to call."""
         return collect(self, self._shared.model.shard if gather else UNSHARDED)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -263,8 +263,8 @@ class QAdACache(WatchedCache):
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
-            NotImplementedError: a layer of another kind holds other things than tensors and numbers, or processes share
-                the model.
+            NotImplementedError: a layer of another kind holds more than tensors and numbers, or processes share the
+                model.
             OSError: the file cannot be written, or is no regular file.
         """
         self._check_whole()
@@ -280,11 +280,11 @@ class QAdACache(WatchedCache):
         config: PreTrainedConfig | None = None,
         mmap: bool = True,
     ) -> "QAdACache":
-        """The cache that `save` wrote, for the same model; generating on continues as if it had never left.
+        """The cache that `save` wrote, for the same model. Generation continues as if it had not been interrupted.
 
-        Weights are not compared if either cache is built with `config`: they have to be the same. With `mmap`, on a
-        CPU, the bulk is used in the file itself: the file may be replaced, and must not be written to in place.
-        Otherwise the bulk is read into memory, as it is if the system cannot tell who writes to the file.
+        Weights have to be the same; they are not compared if either cache is built with `config`. With `mmap`, on a
+        CPU, the bulk is mapped from the file, which may be replaced but must not be written to in place. Without it, or
+        if the system cannot tell who writes to the file, the bulk is read into memory.
 
         Raises:
             FileNotFoundError: there is no such file.

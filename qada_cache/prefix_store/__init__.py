@@ -1,8 +1,8 @@
-"""PrefixStore: prompts that were read once, kept in a folder for later prompts that begin alike.
+"""PrefixStore: prompts that were read once, kept in a folder for later prompts with a common beginning.
 
-`naming` says what stored tokens are known by, `folder` has their files, `filling` takes tokens out of caches and puts
-them in. A file holds the keys and values of one segment of tokens as they were. Sinks, window and moments are made anew
-by each cache, under options of its own; of the sketch, whose codes take longest, `sketches` keeps whole segments.
+`naming` names stored tokens, `folder` has their files, `filling` copies tokens out of caches and into them. A file
+holds the unchanged keys and values of one segment of tokens. Each cache makes sinks, window and moments from them,
+under its own options. Codes of the sketch take longest to make, so `sketches` stores those of whole segments.
 """
 
 import os
@@ -37,7 +37,7 @@ MAX_AGE = 30 * 24 * 3600.0  # seconds
 
 
 class PrefixStore:
-    """Prompts that were read once, kept in a folder: a later one that begins alike, in any process, reads the rest.
+    """Prompts that were read once, kept in a folder: a later prompt, in any process, reads only what differs.
 
         store = PrefixStore()
         cache = store.cache(model, inputs.input_ids)  # holds the longest stored beginning
@@ -45,16 +45,16 @@ class PrefixStore:
         store.keep(cache, out)  # for later prompts
 
     A prompt's keys and values are found by its tokens, the model (config, dtype, sampled weights, adapters) and `key`.
-    What cannot be read or written costs a warning and the time to read the prompt, and no answer is wrong for it.
+    A file that cannot be read or written costs a warning and the time to read the prompt. Answers stay right.
 
     Args:
         folder: None: "prompts" in the user's cache folder (`QADA_HOME`). It is made for the user alone, and is not used
             if it is another user's, or if others can write to it.
-        max_bytes: of its files; the least recently used ones go.
-        max_age: seconds after which an unused file goes; None: never.
+        max_bytes: limit of its files together; the least recently used ones are removed.
+        max_age: seconds after which an unused file is removed; None: never.
 
     Raises:
-        ValueError: a limit out of its range.
+        ValueError: a limit is out of its range.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class PrefixStore:
     ) -> QAdACache:
         """A cache that holds the longest stored beginning of `input_ids`, or an empty one.
 
-        At least the last token is left to be read. Rows of a batch may have different beginnings, and left padding: as
-        `generate` reads the same columns of every row, all begin where the row with the shortest one does.
+        At least the last token is left to be read. Rows of a batch may have different beginnings, and left padding.
+        `generate` reads the same columns of every row, so reading starts in the first column where a beginning ends.
 
         Args:
             model: as for `QAdACache`.
             input_ids: `[tokens]` or `[rows, tokens]`, as for `generate`.
             attention_mask: `[rows, tokens]`, 0 at padding, which has to be on the left.
-            key: of the owner, any text: what was kept under another key, or none, is not found.
+            key: the owner's, any text. Only prompts that were kept under this key are found.
             options: of `QAdACache`.
 
         Raises:
-            ValueError: `input_ids` and mask of other shapes, or padding that is not on the left.
-            TypeError: a key that is no str.
-            NotImplementedError: a model or prompt whose keys do not follow from the tokens before them alone, and a
-                model that is split over processes.
+            ValueError: `input_ids` are not of these shapes, the mask is of another, or padding is not on the left.
+            TypeError: `key` is no str.
+            NotImplementedError: a model or prompt whose keys depend on more than the tokens before them, or a model
+                that is split over processes.
             TypeError, ValueError, FileNotFoundError, NotImplementedError: as `QAdACache`.
         """
         rows, columns = find_real_rows(input_ids, attention_mask)
@@ -116,7 +116,7 @@ class PrefixStore:
         key: str | None = None,
         **options: Any,
     ) -> QAdACache:
-        """As `cache`, of rows of real tokens, right-aligned in so many columns, of which it holds at most `most`."""
+        """As `cache`, for `rows` of real tokens, right-aligned in `columns`, of which it holds at most `most`."""
         model = unwrap_model(model)
         cache, found = QAdACache(model, **keep_as_made(options)), [Beginning() for _ in rows]
         with self._make_finder(cache, model, rows, key) as finder:
@@ -134,28 +134,28 @@ class PrefixStore:
         return cache
 
     def count(self, model: PreTrainedModel, tokens: Sequence[int], *, key: str | None = None, **options: Any) -> int:
-        """How many tokens `cache` would hold of one row, if no file is damaged; nothing is read but headers."""
+        """How many tokens of one row `cache` would hold if no file is damaged. Reads only headers."""
         model = unwrap_model(model)
         with self._make_finder(QAdACache(model, **keep_as_made(options)), model, [tokens], key) as finder:
             return 0 if finder is None else finder.count(tokens, len(tokens) - 1)
 
     def keep(self, cache: QAdACache, token_ids: Tensor | Sequence[int], *, key: str | None = None) -> int:
-        """Keep what a cache holds for later prompts; returns the tokens kept of all rows, earlier ones included.
+        """Keep a cache's tokens for later prompts; returns how many are now stored of all rows, earlier ones included.
 
-        Of tokens that are stored already nothing is written. Tokens that were decoded, or read in calls of at most a
-        window, depend on what the cache decided: they are found by caches of the same deciding options, and those of a
-        `fork` are not kept. Of prompts that the disk or `max_bytes` have no room for, the beginning is kept.
+        Tokens that are already stored are not written again. Tokens that were decoded, or read in calls of at most a
+        window, depend on the cache's decisions: only caches of the same deciding options find them, and those of a
+        `fork` are not kept. If the disk or `max_bytes` has no room for a whole prompt, its beginning is kept.
 
         Args:
             cache: of one row, or of rows without padding.
-            token_ids: `[tokens]` or `[rows, tokens]`: the tokens that it holds, from the first; more may follow, as in
-                what `generate` returns.
+            token_ids: `[tokens]` or `[rows, tokens]`: the cache's tokens from the first on; more may follow, as in the
+                output of `generate`.
             key: as for `cache`.
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
-            ValueError: `token_ids` of other rows, or fewer, than the cache holds.
-            NotImplementedError: padding, and as by `cache`.
+            ValueError: `token_ids` have another number of rows than the cache, or fewer tokens.
+            NotImplementedError: padding, or as for `cache`.
         """
         rows, columns = find_real_rows(token_ids, None)
         cache._check_whole()
@@ -174,7 +174,7 @@ class PrefixStore:
         return self.keep_rows(cache, {place: row[:seen] for place, row in enumerate(rows)}, key=key)
 
     def keep_rows(self, cache: QAdACache, rows: dict[int, Sequence[int]], *, key: str | None = None) -> int:
-        """As `keep`, of some of the cache's rows, by their places, the first real tokens."""
+        """As `keep`, for some rows of the cache: `rows` has their first real tokens, by the row's index."""
         model = cache._shared.model.get()
         if model is None:
             raise ValueError("a cache that was built with config= cannot be kept: build it with the model")
@@ -215,7 +215,7 @@ class PrefixStore:
         return kept
 
     def stats(self) -> StoreStats:
-        """Counts of this store, and what its folder holds; nothing if that cannot be read."""
+        """Counts of this store, and its folder's files and bytes: 0 if the folder cannot be read."""
         try:
             with self._open() as folder:
                 listing = folder.list()
@@ -227,13 +227,13 @@ class PrefixStore:
         return StoreStats(**counted, segments=len(listing.files), bytes=listing.bytes)
 
     def prompts(self) -> list[StoredPrompts]:
-        """What the folder holds, by model and owner; those used last come first. An OSError if it cannot be read."""
+        """Stored prompts by model and owner, the last used first. An OSError if the folder cannot be read."""
         with self._open() as folder:
             return summarise(folder, folder.list())
 
     def drop(self, ids: Iterable[str] | None = None) -> int:
-        """Remove the prompts of these `StoredPrompts.id`, None: all; returns the number of files. Caches that hold them
-        stay as they are. An OSError if the folder cannot be read."""
+        """Remove the prompts with these `StoredPrompts.id`, None: all; returns the number of files. Caches that hold
+        them do not change. An OSError if the folder cannot be read."""
         wanted = None if ids is None else set(ids)
         with self._open() as folder:
             listing = folder.list()
@@ -243,8 +243,8 @@ class PrefixStore:
         return len(gone)
 
     def verify(self) -> tuple[int, list[str]]:
-        """Read every file; remove damaged ones with all that is behind them. Returns the number of whole ones, and what
-        was wrong with the others. An OSError if the folder cannot be read."""
+        """Read every file; remove damaged ones and the segments behind them. Returns the number of whole files, and the
+        faults of the others. An OSError if the folder cannot be read."""
         with self._open() as folder:
             listing = folder.list()
             return verify(folder, listing)

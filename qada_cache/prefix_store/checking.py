@@ -1,4 +1,4 @@
-"""What is asked of a store, checked: texts and models whose keys follow from the tokens before them alone."""
+"""Checks of what a store is asked: texts and models whose keys depend only on the tokens before them."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ _MEDIA = re.compile(r"(image|video|audio|vision|speech)\w*_(id|index)$")
 
 
 def check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]], key: str | None) -> None:
-    """Refuse what no prompts are kept of."""
+    """Refuse caches, models and prompts that a store does not serve."""
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key must be a str, got {type(key).__name__}")
     check_unsharded(count_processes(model))
@@ -32,7 +32,7 @@ def check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]
 
 
 def find_real_rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]:
-    """The real tokens of each row, and the columns of all."""
+    """The real tokens of each row, and the number of columns."""
     whole = torch.as_tensor(ids, device="cpu")
     whole = whole[None] if whole.dim() == 1 else whole
     if whole.dim() != 2 or not whole.shape[1] or whole.is_floating_point() or whole.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""Tokens out of a QAdACache, and into an empty one, as if an exact call had read them there."""
+"""Copies tokens out of a QAdACache, and into an empty one, as if an exact call had read them there."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,8 +26,8 @@ def keep_as_made(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_layers(cache: QAdACache) -> list[QAdALayer]:
-    """All layers of a cache; a NotImplementedError if any is of another kind, which cannot be cut where texts part, or
-    if its tokens are not those that the model made."""
+    """All layers of a cache. NotImplementedError if a layer is of another kind, which cannot be cropped to a common
+    beginning, or if the cache holds tokens in few bits."""
     if cache.options.codes_tokens:
         raise NotImplementedError(
             "PrefixStore keeps tokens as the model made them, which a bulk in few bits has no longer: build the cache "
@@ -43,7 +43,7 @@ def list_layers(cache: QAdACache) -> list[QAdALayer]:
 
 @torch.no_grad()
 def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
-    """What a file holds of real tokens `start..stop` of one row, on the host."""
+    """A file's tensors of real tokens `start..stop` of one row, on the host."""
     found = []
     for layer in list_layers(cache):
         assert layer.store is not None
@@ -56,8 +56,8 @@ def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
 @torch.no_grad()
 @torch.inference_mode(False)  # what is made here is written to later, perhaps outside inference mode
 def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: int) -> None:
-    """Let an empty cache hold `seen` logical tokens a row: padding, then the row's pieces. Of row `r` the first
-    `exact[r]` tokens were read exactly, wherever they come from."""
+    """Fill an empty cache with `seen` logical tokens a row: padding, then the row's pieces. The first `exact[r]` tokens
+    of row `r` were read exactly."""
     lengths = [sum(taken for _, taken in pieces) for pieces in rows]
     known = torch.ones(len(rows), seen, dtype=torch.bool, device="cpu")
     for row, length in enumerate(lengths):
@@ -92,8 +92,8 @@ def _join(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str,
 
 
 def has_shapes(model: PreTrainedModel, options: Options, count: int, layers: Layers) -> bool:
-    """Whether a model with so many layers has such keys and values, and a cache with these options such codes, if there
-    are any."""
+    """Whether `layers` fit: keys and values have the shapes and dtype of the model, which has `count` layers, and codes
+    of the sketch, if there are any, have the layout of `options`."""
     config = model.config.get_text_config(decoder=True)
     _, _, kv_heads, dim = read_sizes(config)
     value_dim = getattr(config, "v_head_dim", None) or dim

@@ -18,14 +18,14 @@ Step = tuple[Name, int]  # a segment, and the first tokens of it that are taken
 
 @dataclass
 class Beginning:
-    """What is stored of one row."""
+    """The stored beginning of one row."""
 
     pieces: list[tuple[Layers, int]] = field(default_factory=list)  # as for `filling.fill`
     exact: int = 0  # of the tokens, the first ones, that were read exactly
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of its tokens."""
         return sum(taken for _, taken in self.pieces)
 
     def crop(self, tokens: int) -> None:
@@ -45,14 +45,14 @@ class Finder:
     def __init__(
         self, folder: Folder, listing: Listing, *, root: str, reading: str, sketch: str, fits: Callable[[Layers], bool]
     ) -> None:
-        """`reading` and `sketch` are of the cache that is to be filled, `fits` says whether its layers look so."""
+        """`reading` and `sketch` are those of the cache to fill, `fits` says whether stored layers fit it."""
         self.folder, self.listing, self.root, self.reading, self._fits = folder, listing, root, reading, fits
         self._sketch = sketch
         self._read: dict[Name, tuple[Header, Layers]] = {}
 
     def find(self, tokens: Sequence[int], most: int) -> Beginning:
-        """The longest stored beginning of `tokens`, of at most so many. Damaged files are removed, and so is what is
-        behind them; a warning says so."""
+        """The longest stored beginning of `tokens`, at most `most` of them. Damaged files are removed, and so are the
+        segments behind them; a warning says so."""
         while True:
             path = self._find_longest(tokens, most)
             self.folder.touch(self.listing, [name for name, _ in path])
@@ -73,7 +73,7 @@ class Finder:
         return found
 
     def count(self, tokens: Sequence[int], most: int) -> int:
-        """The tokens of the longest stored beginning, by its files' headers alone."""
+        """The number of tokens of the longest stored beginning. Reads only headers."""
         return sum(taken for _, taken in self._find_longest(tokens, most))
 
     def _find_longest(self, tokens: Sequence[int], most: int) -> list[Step]:

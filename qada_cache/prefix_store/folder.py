@@ -1,4 +1,4 @@
-"""The folder of a store: files of segments, found by their names; the least recently used ones go."""
+"""The folder of a store: files of segments, found by their names. The least recently used ones are removed."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ CODES = (*TOKENS, *SEGMENTS)
 
 
 class Header(NamedTuple):
-    """What a segment's file says of it."""
+    """The header of a segment's file."""
 
     tokens: list[int]
     reading: str  # how tokens were read, `naming.EXACT` if all of them exactly
@@ -34,13 +34,13 @@ class Header(NamedTuple):
     about: dict[str, Any]  # the model, for people
 
     def count_usable(self, reading: str) -> int:
-        """Of the tokens, the first ones that a cache which reads by `reading` may go on with."""
+        """The number of first tokens that a cache may use if it reads by `reading`."""
         return len(self.tokens) if self.reading in (EXACT, reading) else self.exact
 
 
 @dataclass(frozen=True)
 class File:
-    """A segment's file as the folder has it."""
+    """A segment's file in the folder."""
 
     name: Name
     bytes: int
@@ -49,42 +49,42 @@ class File:
 
 @dataclass
 class Listing:
-    """The files of a folder, at one time."""
+    """The files of a folder at one moment."""
 
     files: dict[Name, File] = field(default_factory=dict)
     following: dict[str, list[Name]] = field(default_factory=lambda: defaultdict(list))  # by their parents
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """The bytes of all files."""
         return sum(file.bytes for file in self.files.values())
 
     def add(self, file: File) -> None:
-        """Take in another one."""
+        """Add a file, or replace the one of this name."""
         self.remove(file.name)
         self.files[file.name] = file
         self.following[file.name.parent].append(file.name)
 
     def remove(self, name: Name) -> None:
-        """Forget one, if it is there."""
+        """Remove a file from the listing, if it is there."""
         if self.files.pop(name, None) is not None:
             self.following[name.parent].remove(name)
 
     def find_behind(self, name: Name) -> list[Name]:
-        """This one, and all whose chains go through it: those last that others go through."""
+        """This segment and all segments whose chains contain it, the ends of chains first."""
         found = [name]
         for each in found:
             found += self.following.get(each.own, [])
         return found[::-1]
 
     def find_orphans(self) -> list[Name]:
-        """Those that no chain from a first segment comes to."""
+        """The segments that no chain from a first segment reaches."""
         owned = {name.own for name in self.files}
         lost = [name for name in self.files if name.number and name.parent not in owned]
         return [each for name in lost for each in self.find_behind(name)]
 
     def sort_by_use(self) -> list[File]:
-        """All of them, those first that were not used for longest, each behind all whose chains go through it."""
+        """All files, the least recently used first; a segment comes after all segments whose chains contain it."""
         used = {name.own: file.used for name, file in self.files.items()}
         for name in sorted(self.files, key=lambda name: -name.number):
             if name.parent in used:
@@ -93,14 +93,14 @@ class Listing:
 
 
 class Folder:
-    """A folder of the user's alone that is open; for one thread. Every method may raise an OSError."""
+    """An open folder that only its user can write to; for one thread. Every method may raise an OSError."""
 
     def __init__(self, descriptor: int, path: Path, headers: dict[Name, Header]) -> None:
-        """`headers` are those known already, which never change."""
+        """`headers` are the known ones; they never change."""
         self._descriptor, self.path, self._headers = descriptor, path, headers
 
     def list(self, max_age: float | None = None) -> Listing:
-        """All segments there; those not used for `max_age` seconds are removed."""
+        """All segments of the folder, after removing those that were not used for `max_age` seconds."""
         found = Listing()
         with os.scandir(self._descriptor) as entries:
             for entry in entries:
@@ -124,13 +124,13 @@ class Folder:
                 self.remove(listing, name)
 
     def remove(self, listing: Listing, name: Name) -> None:
-        """Remove a segment; whoever has its file open may go on reading."""
+        """Remove a segment. A process that has its file open can still read it."""
         listing.remove(name)
         with suppress(OSError):  # another process removed it, or nobody can, and then it is found again
             os.unlink(str(name), dir_fd=self._descriptor)
 
     def touch(self, listing: Listing, names: Sequence[Name]) -> None:
-        """Note that these were used now."""
+        """Set the time of use of these segments to now."""
         now = time.time_ns()
         for name in names:
             with suppress(OSError):  # another process removed it, or it cannot be written to
@@ -138,14 +138,14 @@ class Folder:
                 listing.add(File(name, listing.files[name].bytes, now))
 
     def read_header(self, name: Name) -> Header:
-        """What the file says; a ValueError if it is none of ours, or of another segment than its name says."""
+        """The file's header; a ValueError if it is no segment's file, or another segment's than its name says."""
         if name not in self._headers:
             with files.open_file(self._descriptor, str(name)) as file:
                 self._headers[name] = _read_header(name, tensor_file.read_state(file, KIND, self.path / str(name)))
         return self._headers[name]
 
     def read(self, name: Name) -> tuple[Header, Layers]:
-        """A segment; a ValueError if its file was truncated, altered or is of another segment."""
+        """A segment's header and layers; a ValueError if its file is truncated, altered or another segment's."""
         path = self.path / str(name)
         with files.open_file(self._descriptor, str(name)) as file:
             content = bytearray(os.fstat(file.fileno()).st_size)
@@ -175,8 +175,8 @@ class Folder:
         return about.st_size
 
     def make_room(self, listing: Listing, size: int, spared: set[Name]) -> bool:
-        """Remove segments that were not used for longest until at most `size` bytes are left, none of `spared`. False:
-        there is more in these."""
+        """Remove the least recently used segments, but none of `spared`, until at most `size` bytes are left. False if
+        more are left."""
         held = listing.bytes
         for file in listing.sort_by_use():
             if held <= size:
@@ -202,7 +202,7 @@ def _read_header(name: Name, state: Any) -> Header:
 
 @contextmanager
 def open_store(folder: Path | None, headers: dict[Name, Header], *, make: bool = False) -> Iterator[Folder]:
-    """The folder at a path, None for that of `files.find_home()`. An OSError unless it is the user's alone."""
+    """The folder at a path; None: in `files.find_home()`. An OSError unless only the user can write to it."""
     if folder is None:
         with files.open_folder(FOLDER, make=make) as descriptor:
             yield Folder(descriptor, files.find_home() / FOLDER, headers)
@@ -212,5 +212,5 @@ def open_store(folder: Path | None, headers: dict[Name, Header], *, make: bool =
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a disk, or a quota, had no room."""
+    """Whether the error says that a disk or a quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,4 +1,4 @@
-"""Segments of a cache's tokens into the folder: those that are not there yet."""
+"""Writes segments of a cache's tokens that the folder does not have yet."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,8 +24,8 @@ def store_row(
     copy: Callable[[int, int], Layers],  # the row's tokens `start..stop`
     max_bytes: int,
 ) -> tuple[int, int]:
-    """Write what is not there yet, from the first segment on; returns the tokens that are there now, and bytes written.
-    A shorter segment goes when a longer one has its tokens. An OSError if it cannot be written."""
+    """Write missing segments, from the first on; returns how many of the row's tokens are stored now, and the bytes
+    written. A longer segment replaces a shorter one that it begins with. An OSError if a file cannot be written."""
     parent, chain, written = root, list[Name](), 0
     try:
         for start in range(0, len(tokens), SEGMENT_TOKENS):

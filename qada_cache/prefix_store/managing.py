@@ -1,4 +1,4 @@
-"""What a store's folder holds, for people."""
+"""What a store's folder holds, summarised for its user."""
 
 import time
 from collections import defaultdict
@@ -12,8 +12,8 @@ class StoreStats:
     """Counts of one `PrefixStore` since it was made, and what its folder holds now.
 
     Attributes:
-        prompts: rows that `cache` was asked for; hits: of these, the ones whose beginning was stored.
-        prompt_tokens: of all these rows; saved_tokens: of these, the ones that need not be read again.
+        prompts: rows that `cache` was asked for; hits: rows of them whose beginning was stored.
+        prompt_tokens: tokens of all these rows; saved_tokens: those of them that need not be read again.
         written_bytes: of files that `keep` wrote.
         segments: files in the folder; bytes: of these, as the file system counts a file's content.
     """
@@ -32,11 +32,11 @@ class StoredPrompts:
     """Prompts of one model and owner.
 
     Attributes:
-        id: of the model and the owner, a word.
-        model: path or repository that it was loaded from; type: of its config; dtype: its own.
-        keyed: whether they were kept under a key.
-        tokens: in all segments, common beginnings once; segments: files; bytes: of these.
-        used: when one of them was used last, in seconds since the epoch.
+        id: a word for the model and the owner.
+        model: the path or repository that it was loaded from; type: its config's; dtype: its own.
+        keyed: whether the prompts were kept under a key.
+        tokens: in all segments, common beginnings once; segments: number of files; bytes: of these.
+        used: time of the last use of any, in seconds since the epoch.
     """
 
     id: str
@@ -50,7 +50,7 @@ class StoredPrompts:
     used: float
 
     def make_row(self) -> dict[str, str]:
-        """As a row of a table."""
+        """Its row of a table, by column."""
         return {
             "id": self.id,
             "model": self.model or self.type,
@@ -63,7 +63,7 @@ class StoredPrompts:
 
 
 def summarise(folder: Folder, listing: Listing) -> list[StoredPrompts]:
-    """By model and owner; files that cannot be read are left out."""
+    """Stored prompts by model and owner, without files that cannot be read."""
     groups: dict[str, list[File]] = defaultdict(list)
     for file in listing.files.values():
         groups[file.name.root].append(file)
@@ -84,8 +84,8 @@ def summarise(folder: Folder, listing: Listing) -> list[StoredPrompts]:
 
 
 def verify(folder: Folder, listing: Listing) -> tuple[int, list[str]]:
-    """Read every segment; remove damaged ones with all that is behind them. Returns the number of whole ones, and what
-    was wrong with the others."""
+    """Read every segment; remove damaged ones and the segments behind them. Returns the number of whole segments, and
+    the faults of the others."""
     whole, wrong = 0, []
     for name in sorted(listing.files, key=lambda name: name.number):
         if name not in listing.files:  # it was behind a damaged one

@@ -1,7 +1,7 @@
-"""What stored tokens are known by: a chain of hashes over their segments, which begins with the model.
+"""Names of stored tokens: a chain of hashes over their segments, which begins with the model.
 
-Keys and values of a token follow from all tokens before it, from the model, and from how the tokens were read. So each
-segment is named by a hash of its own tokens, of how these were read, and of the name of the segment before it.
+Keys and values of a token depend on all tokens before it, on the model, and on how the tokens were read. So a segment's
+name is a hash of its own tokens, of how these were read, and of the name of the segment before it.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _FORMAT = re.compile(r"([0-9a-f]{16})-(\d{6})-([0-9a-f]{32})-([0-9a-f]{32})\.saf
 
 
 class Name(NamedTuple):
-    """Of a segment's file."""
+    """The name of a segment's file."""
 
     root: str  # the first characters of `name_root`
     number: int  # segments before it
@@ -37,28 +37,28 @@ class Name(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> "Name | None":
-        """The inverse of `str`; None of other files' names."""
+        """The inverse of `str`; None for other files' names."""
         found = _FORMAT.fullmatch(text)
         return None if found is None else Name(found[1], int(found[2]), found[3], found[4])
 
 
 def name_root(model: PreTrainedModel, key: str | None) -> str:
-    """The name before the first segment's: of the model's weights, dtype, config and active adapters, and of the owner
-    of what is stored."""
+    """The parent of a first segment: a hash of the model's weights, dtype, config and active adapters, and of the
+    owner's key."""
     parts = [VERSION, SEGMENT_TOKENS, identity.digest(model), _list_adapters(model), key]
     return _digest(json.dumps(parts).encode())
 
 
 def name_segment(parent: str, tokens: Sequence[int], reading: str) -> str:
-    """The name of the segment of `tokens` after the segment `parent`."""
+    """The name of the segment that has `tokens` and follows the segment `parent`."""
     return _digest(
         json.dumps([parent, reading]).encode(), torch.tensor(tokens, dtype=torch.int64, device="cpu").numpy().tobytes()
     )
 
 
 def describe_reading(options: Options) -> str:
-    """How a cache with these options reads tokens in calls that are not exact: `EXACT` if it reads all of its bulk then
-    as well, else a digest of all that decides what it reads."""
+    """How a cache with these options reads tokens in query-adaptive calls: `EXACT` if it reads its whole bulk, else a
+    digest of all that decides what it reads."""
     criterion, other, energies = options.criterion, options.other_moments, options.query_energies
     if criterion == "dense" or (criterion == "gaussian" and options.threshold == 1):
         return EXACT
@@ -74,7 +74,7 @@ def describe_reading(options: Options) -> str:
 
 
 def make_digest(parts: list, *tensors: Tensor | None) -> str:
-    """A digest of what JSON holds, and of tensors."""
+    """A digest of `parts`, as JSON writes them, and of tensors."""
     return _digest(json.dumps(parts).encode(), *map(_copy_bytes, tensors))
 
 

@@ -1,7 +1,7 @@
-"""A bulk's sketch in segments' files: to code keys again takes longer than to read them.
+"""Stores the sketch of a bulk in segments' files, as coding keys again takes longer than reading codes.
 
-Whole segments of a bulk are coded by their own keys, so that they stay as they are while a text goes on. A file holds
-the code of the one that ends among its tokens. Caches that lay out or code otherwise make their own.
+The code of a whole segment of a bulk depends only on the segment's keys, so it does not change as a text grows. A file
+holds the code of the bulk's segment that ends among its tokens. Caches with another layout or code make their own.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,15 @@ from .naming import make_digest
 
 
 def digest_sketch(options: Options) -> str:
-    """A digest of all that a cache's codes follow from beside keys; empty without a sketch."""
+    """A digest of all that a cache's codes depend on beside keys; empty without a sketch."""
     if not options.selects_tokens:
         return ""
     return make_digest([options.sink_tokens, options.sketch_bits, SEGMENT_TOKENS], options.query_energies)
 
 
 def find_code(store: TokenStore, row: int, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """The code of the segment of a row's bulk that ends among its tokens `start..stop`, by name; empty if none does."""
+    """The code of the bulk's segment that ends among tokens `start..stop` of a row, as tensors by name. Empty if no
+    segment ends there."""
     sketch, index = store.sketch, (stop - store.sinks) // SEGMENT_TOKENS - 1
     if sketch is None or index < 0 or index == (start - store.sinks) // SEGMENT_TOKENS - 1:
         return {}
@@ -39,7 +40,7 @@ def find_code(store: TokenStore, row: int, start: int, stop: int) -> dict[str, t
 
 
 def has_code(layer: dict[str, torch.Tensor], layout: Layout) -> bool:
-    """Whether this can be the code of a segment of such a layer's keys."""
+    """Whether the codes of `layer` have the shapes and dtypes that `layout` gives its keys."""
     (heads, _, dim), value_dim = layer["keys"].shape, layer["values"].shape[2]
     fields = list_fields(dim, value_dim, layout.count, SEGMENT_TOKENS)
     fits = all(
@@ -51,8 +52,8 @@ def has_code(layer: dict[str, torch.Tensor], layout: Layout) -> bool:
 
 
 def restore(store: TokenStore, row: int, pieces: Sequence[Layers], place: int) -> None:
-    """Let the empty sketch of a layer, the one at `place`, know a row's bulk, by the codes that its pieces hold as far
-    as these have them."""
+    """Fill the empty sketch of the layer at `place` with a row's bulk: with the codes of its pieces as far as these
+    have codes, and by coding the rest."""
     sketch, length = store.sketch, store.bulk.lengths[row]
     assert sketch is not None
     known = []
