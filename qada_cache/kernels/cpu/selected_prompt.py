@@ -54,6 +54,11 @@ def find_selecting(tokens: int, *, sinks: int, window: int) -> slice:
     return slice(start, max(start, tokens - window))
 
 
+def find_fewest(*, sinks: int, window: int) -> int:
+    """The tokens of the shortest prompt of which a query selects."""
+    return find_selecting(0, sinks=sinks, window=window).start + window + 1
+
+
 def selected_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, window: int, out: Tensor
 ) -> int:
