@@ -86,8 +86,8 @@ class QAdACache(WatchedCache):
             missed attention in `stats().audit`; outputs stay the same. 0: never.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
         progress: show a bar with the time left while a prompt of more than a few seconds is read.
-        tuned: take both thresholds, and unless given `prefill_threshold` and few `bulk_bits`, from `qada tune`, which
-            kept them of this model. Without any, or measured under other options, the defaults count, with a warning.
+        tuned: take both thresholds, neither of which is given then, and if None `prefill_threshold` and few
+            `bulk_bits`, as `qada tune` kept them. Without any, or under other options, the defaults count, with a warning.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that

@@ -23,7 +23,7 @@ from .state import CONDITIONS, DEFAULT_BITS, THRESHOLD, TOKEN_THRESHOLD, Managed
 logger = logging.get_logger(__name__)
 
 KIND = "qada-choice"
-LEFT_OPEN = ("bulk_bits", "prefill_threshold")  # keywords of which None leaves the choice to us: a number wins
+LEFT_OPEN = ("bulk_bits", "prefill_threshold")  # keywords that a setting has too, unless they are given
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Thresholds:
         return f"token_threshold={self.token_threshold:g}{threshold}"
 
 
+_THRESHOLDS = tuple(each.name for each in fields(Thresholds))
+
+
 def describe(options: Options) -> str:
     """The setting of options that are `tuned`, in words."""
     bits = f", bulk_bits={options.bulk_bits}" if options.bulk_bits < DEFAULT_BITS else ""
@@ -51,7 +54,7 @@ def describe(options: Options) -> str:
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
-    """Keep the thresholds and bits of these options, which caches were measured under, as the model's own. Returns the
+    """Keep what these options have of `Thresholds` and `LEFT_OPEN`, as measured, as the model's own. Returns the
     path. The `figures`, measurements behind the choice, are JSON-able and for people. An OSError if the user's cache
     folder cannot be written to, or is not the user's alone."""
     path = _find_path(model)
@@ -72,8 +75,9 @@ def check_left_out(options: Options) -> None:
 
 
 def apply_tuned(options: Options, managed: ManagedModel, left_open: Collection[str] = LEFT_OPEN) -> Options:
-    """The options with the model's tuned setting if they ask for it, of `LEFT_OPEN` those named. Without, and with a
-    warning, if none is kept, or the one kept does not count. `check_left_out` comes first."""
+    """The options with the model's tuned setting if they ask for it; of `LEFT_OPEN` those in `left_open` alone, which
+    were not given. Without, and with a warning, if none is kept, or the one kept does not count. `check_left_out` comes
+    first."""
     if not options.tuned or not managed.layers:  # of which there is another warning
         return replace(options, tuned=False)
     try:
@@ -112,14 +116,12 @@ def _read_kept(options: Options, managed: ManagedModel, left_open: Collection[st
         raise LookupError(f"it was measured with bulk_bits={chosen['bulk_bits']}, and this cache has bulk_bits={bits}")
     if "bulk_bits" in left_open and options.codes_tokens:
         bits = min(bits, chosen["bulk_bits"])
-    names = [each.name for each in fields(Thresholds)]
-    names += ["prefill_threshold"] if "prefill_threshold" in left_open else []
-    return {name: chosen[name] for name in names} | {"bulk_bits": bits}
+    return {name: chosen[name] for name in (*_THRESHOLDS, *left_open)} | {"bulk_bits": bits}
 
 
 def _list_conditions(options: Options) -> dict[str, Any]:
     """The options that a setting was measured under, JSON-able."""
-    chosen = {*LEFT_OPEN, *(each.name for each in fields(Thresholds))}
+    chosen = {*LEFT_OPEN, *_THRESHOLDS}
     found = {name: getattr(options, name) for name in CONDITIONS if name not in chosen}
     current, other = split_sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other

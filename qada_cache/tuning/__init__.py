@@ -124,10 +124,12 @@ def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Pie
 def keep(model: PreTrainedModel, outcome: Outcome, prompts: PromptOutcome | None) -> Path:
     """Keep the choice that was made with the model's key moments, and what is recommended for prompts, as
     `tuned_choice.keep`."""
-    figures = asdict(outcome) | {"prompts": None if prompts is None else asdict(prompts)}
-    for one in (figures, figures["prompts"] or {"settings": None}):
-        del one["settings"]
-    chosen, threshold = figures["chosen"], 0.0 if prompts is None else prompts.recommended
+    figures, threshold = asdict(outcome), 0.0
+    del figures["settings"]
+    if prompts is not None:
+        figures["prompts"], threshold = asdict(prompts), prompts.recommended
+        del figures["prompts"]["settings"]
+    chosen = figures["chosen"]
     cache = QAdACache(model, bulk_bits=chosen["bulk_bits"], prefill_threshold=threshold)
     options = replace(cache.options, **chosen["thresholds"])
     return tuned_choice.keep(model, options, figures)

@@ -85,7 +85,7 @@ def test_a_choice_is_said_kept_and_taken(
 def of_prompts(model: Any, ids: Any, thresholds: Any, **options: Any) -> Iterator[prompts.PromptFigures]:
     """Figures of no clock: the bolder, the faster, and the more is lost."""
     yield prompts.PromptFigures(0.0, 1.0, 1.0, 10.0)
-    yield from (prompts.PromptFigures(theta / 1e4, 0.99, 0.5, 9.5 - theta / 10) for theta in thresholds)
+    yield from (prompts.PromptFigures(theta, 0.99, 0.5, 9.5 - theta / 10) for theta in thresholds)
 
 
 def run_prefill(named: tuple[str, str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -100,16 +100,16 @@ def test_a_threshold_for_prompts_is_kept_and_taken(
     named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Unless a cache names its own, and until it is tuned without it."""
-    assert run_prefill(named, monkeypatch, "--kl", "0.0013") == 0
+    assert run_prefill(named, monkeypatch, "--kl", "13") == 0
     said = capsys.readouterr().out
-    table = [line.split() for line in said.splitlines() if re.match(r" +(exactly read|4.4|12|30)  +0\.00", line)]
+    table = [line.split() for line in said.splitlines() if re.match(r" +(exactly read|4.4|12|30)  +\d+\.\d{5} ", line)]
     assert [(row[0], row[-1]) for row in table] == [
         ("exactly", "1.00"),
         ("4.4", "0.91"),
         ("12", "0.83"),
         ("30", "0.65"),
     ]
-    assert "On 1 prompts that were held out prefill_threshold=12 has KL 0.00120" in said
+    assert "On 1 prompts that were held out prefill_threshold=12 has KL 12.00000" in said
     assert "It is recommended for prompts of 1400 tokens." in said
     model = AutoModelForCausalLM.from_pretrained(named[0])
     assert QAdACache(model).options.prefill_threshold == 0.0
@@ -127,7 +127,7 @@ def test_a_threshold_for_prompts_is_kept_and_taken(
 def test_no_threshold_for_prompts_leaves_the_rest(
     named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_prefill(named, monkeypatch, "--kl", "0.0004") == 0
+    assert run_prefill(named, monkeypatch, "--kl", "4") == 0
     assert "No prefill_threshold is recommended: no prefill_threshold is surely within" in capsys.readouterr().out
     options = QAdACache(AutoModelForCausalLM.from_pretrained(named[0]), tuned=True).options
     assert (options.token_threshold, options.prefill_threshold, options.tuned) == (1.0, 0.0, True)
@@ -233,7 +233,10 @@ def test_an_interrupted_run_keeps_nothing(
         (["{}", "--pieces", "1"], "--pieces must be at least 2, got 1"),
         (["{}", "--kl", "0"], "--kl must be positive and finite, got 0.0"),
         (["{}", "--prefill", "--bytes", "0.1"], "--prefill goes by KL, of which --bytes says nothing: give --kl"),
-        (["{}", "--prefill", "--tokens", "1300", "--text", "{}/text.txt"], "a prompt of 1300 tokens is read exactly"),
+        (
+            ["{}", "--prefill", "--tokens", "1300", "--pieces", "2", "--text", "{}/text.txt"],
+            "a prompt of 1300 tokens is read exactly",
+        ),
         (["{}", "--bytes", "8"], r"--bytes must be a share in \(0, 1\], got 8.0"),
         (["{}", "--plot", "/nowhere/x.png"], "--plot: there is no folder /nowhere"),
     ],
