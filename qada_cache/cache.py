@@ -87,7 +87,7 @@ class QAdACache(WatchedCache):
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
         progress: show a bar with the time left while a prompt of more than a few seconds is read.
         tuned: take both thresholds, neither of which is given then, and if None `prefill_threshold` and few
-            `bulk_bits`, as `qada tune` kept them. Without any, or under other options, the defaults count, with a warning.
+            `bulk_bits`, as `qada tune` kept them. Without any, or under other options, defaults count, with a warning.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that

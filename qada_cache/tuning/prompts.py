@@ -160,24 +160,30 @@ def write_sentences(outcome: PromptOutcome) -> list[str]:
         f"Figures of the prompts of the same {outcome.pieces} pieces, each read at once, over its last {LAST} tokens: "
         "means, and medians of times."
     )
+    if outcome.recommended:
+        return [measured, f"{_confirm(outcome)} It is recommended for prompts of {outcome.tokens} tokens."]
+    return [measured, f"No prefill_threshold is recommended: {_say_why(outcome)}."]
+
+
+def _confirm(outcome: PromptOutcome) -> str:
     chosen, found = outcome.chosen, outcome.again
+    assert chosen is not None
+    assert found is not None
+    return (
+        f"On {outcome.held_out} held-out prompts prefill_threshold={chosen.threshold:g} has KL {found.kl.mean:.5f}, the "
+        f"same likeliest token {found.top1:.3f}, and {found.time:.2f} of the exact reading's time."
+    )
+
+
+def _say_why(outcome: PromptOutcome) -> str:
+    """Why none is recommended."""
+    if outcome.chosen is not None:
+        return f"the fastest that is surely within KL {outcome.kl:g} is not confirmed. {_confirm(outcome)[:-1]}"
     within = [one for one in outcome.settings[1:] if one.kl.high <= outcome.kl]
     if not within:
-        why = f"no prefill_threshold is surely within KL {outcome.kl:g}, the interval of none ends there"
-    elif chosen is None or found is None:
-        fastest = min(within, key=lambda one: one.time)
-        why = (
-            f"of those surely within KL {outcome.kl:g} the fastest, {fastest.threshold:g}, takes {fastest.time:.2f} of "
-            f"the exact reading's time, and {MOST_TIME:g} is the most that counts as faster (longer prompts gain more)"
-        )
-    else:
-        said = (
-            f"On {outcome.held_out} prompts that were held out prefill_threshold={chosen.threshold:g} has KL "
-            f"{found.kl.mean:.5f}, likeliest token the same {found.top1:.3f}, and {found.time:.2f} of the exact "
-            "reading's time."
-        )
-        if outcome.recommended:
-            return [measured, f"{said} It is recommended for prompts of {outcome.tokens} tokens."]
-        why = f"it exceeds KL {outcome.kl:g} or {MOST_TIME:g} of the time there"
-        return [measured, f"{said} No prefill_threshold is recommended: {why}."]
-    return [measured, f"No prefill_threshold is recommended: {why}."]
+        return f"none is surely within KL {outcome.kl:g}, the interval of none ends there"
+    fastest = min(within, key=lambda one: one.time)
+    return (
+        f"of those surely within KL {outcome.kl:g} the fastest, {fastest.threshold:g}, takes {fastest.time:.2f} of the "
+        f"exact reading's time, and {MOST_TIME:g} is the most that counts as faster (longer prompts gain more)"
+    )

@@ -109,7 +109,7 @@ def test_a_threshold_for_prompts_is_kept_and_taken(
         ("12", "0.83"),
         ("30", "0.65"),
     ]
-    assert "On 1 prompts that were held out prefill_threshold=12 has KL 12.00000" in said
+    assert "On 1 held-out prompts prefill_threshold=12 has KL 12.00000" in said
     assert "It is recommended for prompts of 1400 tokens." in said
     model = AutoModelForCausalLM.from_pretrained(named[0])
     assert QAdACache(model).options.prefill_threshold == 0.0
@@ -128,7 +128,7 @@ def test_no_threshold_for_prompts_leaves_the_rest(
     named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_prefill(named, monkeypatch, "--kl", "4") == 0
-    assert "No prefill_threshold is recommended: no prefill_threshold is surely within" in capsys.readouterr().out
+    assert "No prefill_threshold is recommended: none is surely within" in capsys.readouterr().out
     options = QAdACache(AutoModelForCausalLM.from_pretrained(named[0]), tuned=True).options
     assert (options.token_threshold, options.prefill_threshold, options.tuned) == (1.0, 0.0, True)
 
