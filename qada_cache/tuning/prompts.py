@@ -170,8 +170,8 @@ def _confirm(outcome: PromptOutcome) -> str:
     assert chosen is not None
     assert found is not None
     return (
-        f"On {outcome.held_out} held-out prompts prefill_threshold={chosen.threshold:g} has KL {found.kl.mean:.5f}, the "
-        f"same likeliest token {found.top1:.3f}, and {found.time:.2f} of the exact reading's time."
+        f"On {outcome.held_out} held-out prompts prefill_threshold={chosen.threshold:g} has KL {found.kl.mean:.5f}, "
+        f"likeliest token the same {found.top1:.3f}, and {found.time:.2f} of the exact reading's time."
     )
 
 
