@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--steps", type=int, default=8, help="tokens timed a round (default: %(default)s)")
     add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
     options = parser.parse_args(arguments)
-    model, make_work = load_model(parser, options, tokens=max(options.tokens)[0])
+    model, make_work, _ = load_model(parser, options, tokens=max(options.tokens)[0])
     measured = measure_speeds(model.device)
     speed = {f"{name}_gb_per_s": f"{value / 1e9:.1f}" for name, value in measured.items()}
     print(f"memory: {speed}")

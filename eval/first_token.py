@@ -1,9 +1,10 @@
 """Time and memory from a prompt to its first token, every cache in one run: `python -m eval.first_token`.
 
-    python -m eval.first_token --model smollm2 --tokens 4096 --dtype float32 --out eval/results
+    python -m eval.first_token --model smollm2 --tokens 4096 --dtype float32 --prefill 12 --out eval/results
 
-The prompt is random tokens, read in one call. QAdACache's first time includes building kernels, as for a user
-with an empty cache folder; later ones find them. The first token decoded after the prompt is timed apart.
+The prompt is prose, or random tokens of a model by sizes alone, read in one call. QAdACache's first time includes
+building kernels, as for a user with an empty cache folder; later ones find them. It is measured at the first length.
+The first token decoded after the prompt is timed apart.
 """
 
 import contextlib
@@ -20,9 +21,12 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from eval.shared.timing import Peak, load_model, make_timing_parser, report, wait
+from eval.shared.workloads import draw_tokens
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels import cpu
 from qada_cache.versions import pass_cache
+
+FIRST_TIME = "QAdACache, the first time"
 
 
 @contextlib.contextmanager
@@ -60,8 +64,11 @@ def time_first_tokens(
     return first - begin, time.perf_counter() - first, (peak.device, peak.host)
 
 
-def measure(model: PreTrainedModel, ids: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
-    """A row for every method; the least of `rounds` times, but for what only happens once."""
+def measure(
+    model: PreTrainedModel, ids: torch.Tensor, rounds: int, *, thresholds: list[float], first_time: bool
+) -> list[dict[str, Any]]:
+    """A row for every method, for our own also by selection at these thresholds; the least of `rounds` times, but for
+    what only happens once, in an empty folder."""
     config, room = model.config, ids.shape[1] + 8
     methods: dict[str, Callable[[], Cache]] = {
         "DynamicCache": lambda: DynamicCache(config=config),
@@ -69,20 +76,24 @@ def measure(model: PreTrainedModel, ids: torch.Tensor, rounds: int) -> list[dict
     }
     if model.device.type != "cpu":
         methods["DynamicCache, offloading"] = lambda: DynamicCache(config=config, offloading=True)
-    methods["QAdACache, the first time"] = methods["QAdACache"] = lambda: QAdACache(model)
+    if first_time:
+        methods[FIRST_TIME] = lambda: QAdACache(model)
+    methods["QAdACache"] = lambda: QAdACache(model)
+    for threshold in thresholds:
+        named = f"QAdACache, prefill_threshold={threshold:g}"
+        methods[named] = lambda threshold=threshold: QAdACache(model, prefill_threshold=threshold)
     seconds: dict[str, list[tuple[float, float]]] = {}
     peaks: dict[str, tuple[int, int]] = {}
     bar = tqdm(total=rounds * len(methods), unit="run")
-    with empty_cache_folder():
-        for turn in range(rounds):
-            for name, make in methods.items():
-                bar.set_postfix_str(name)
-                bar.update()
-                if turn and name.endswith("the first time"):
-                    continue
-                prompt, token, peak = time_first_tokens(model, make, ids)
-                seconds.setdefault(name, []).append((prompt, token))
-                peaks[name] = peak
+    for turn in range(rounds):
+        for name, make in methods.items():
+            bar.set_postfix_str(name)
+            bar.update()
+            if turn and name == FIRST_TIME:
+                continue
+            prompt, token, peak = time_first_tokens(model, make, ids)
+            seconds.setdefault(name, []).append((prompt, token))
+            peaks[name] = peak
     bar.close()
     best = {name: tuple(map(min, zip(*times, strict=True))) for name, times in seconds.items()}
     return [
@@ -105,14 +116,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_timing_parser("first_token", __doc__ or "", table="first_token-MODEL-DEVICE.csv")
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[8192], help="of the prompt (default: %(default)s)")
+    add("--prefill", type=float, nargs="+", default=[], help="prefill_thresholds, of one more row each")
     add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
     options = parser.parse_args(arguments)
-    model, _ = load_model(parser, options, tokens=max(options.tokens))
-    rows, vocabulary = [], model.config.get_text_config().vocab_size
-    for tokens in options.tokens:
-        generator = torch.Generator().manual_seed(options.seed)
-        ids = torch.randint(vocabulary, (1, tokens), generator=generator).to(model.device)
-        rows += measure(model, ids, options.rounds)
+    model, _, tokenizer = load_model(parser, options, tokens=max(options.tokens))
+    rows: list[dict[str, Any]] = []
+    try:
+        whole = draw_tokens(model, tokenizer, max(options.tokens), seed=options.seed)[None]
+    except ValueError as error:
+        parser.error(f"--tokens: {error}")
+    with empty_cache_folder():
+        for tokens in options.tokens:
+            told = {"thresholds": options.prefill, "first_time": not rows}
+            rows += measure(model, whole[:, :tokens], options.rounds, **told)
     report(options, rows, "first_token")
     return 0
 

@@ -4,8 +4,8 @@
 
 Every cache has a process of its own: it loads the model, its key moments and kernels, reads a text and decodes behind
 it. `held_mib` is what `stats()` counts, sketch, moments and room to grow included; `peak_mib` is the most memory of the
-process above what it had before the text (Linux: `VmHWM`). `over_dynamic` and `peak_over_dynamic` are these over
-DynamicCache's. A table that exists is added to.
+process above what it had before the text (Linux: `VmHWM`), which is read at once or in chunks (`--chunk`).
+`over_dynamic` and `peak_over_dynamic` are these over DynamicCache's. A table that exists is added to.
 """
 
 import argparse
@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> dict[str, int]:
 
     def decode(given: torch.Tensor, tokens: int) -> Cache:
         cache = make(model, options.cache)
-        language_model.answer(model, given, cache, tokens)
+        chunk = {"prefill_chunk_size": options.chunk} if options.chunk else {}
+        language_model.answer(model, given, cache, tokens, **chunk)
         return cache
 
     decode(ids[:, :1500], 2)  # kernels are built, and what libraries keep is there
@@ -65,7 +66,8 @@ def run(options: argparse.Namespace) -> dict[str, int]:
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for every cache, medians over rounds."""
     found: dict[str, list[dict[str, int]]] = {name: [] for name in CACHES}
-    given = {"model": options.model, "tokens": options.tokens, "dtype": options.dtype, "new-tokens": options.new_tokens}
+    names = ("model", "tokens", "dtype", "new_tokens", "chunk")
+    given = {name.replace("_", "-"): getattr(options, name) for name in names}
     with tqdm(total=options.rounds * len(CACHES), unit="process") as bar:
         for _ in range(options.rounds):
             for name, taken in found.items():
@@ -83,6 +85,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in CACHES:
         row: dict[str, Any] = {"cache": name, "tokens": options.tokens, "new_tokens": options.new_tokens}
+        row["chunk"] = options.chunk
         for what, over in (("held", "over_dynamic"), ("peak", "peak_over_dynamic")):
             row[f"{what}_mib"] = f"{take_median(name, what) / MIB:.1f}"
             of = take_median(DYNAMIC, what)
@@ -101,12 +104,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
     add("--tokens", type=int, default=7500, help="of the text (default: %(default)s)")
     add("--new-tokens", type=int, default=64, help="decoded behind it (default: %(default)s)")
+    add("--chunk", type=int, default=0, help="`generate`'s prefill_chunk_size; 0 reads at once (default: %(default)s)")
     add("--rounds", type=int, default=1, help="of all caches; figures are medians (default: %(default)s)")
     add("--cache", choices=CACHES, help="one alone, in this process, as the others' are called")
     add("--out", type=new_file, help="table to write or to add to, a CSV file")
     options = parser.parse_args(arguments)
-    if min(options.tokens, options.new_tokens, options.rounds) < 1:
-        parser.error("--tokens, --new-tokens and --rounds must be at least 1")
+    if min(options.tokens, options.new_tokens, options.rounds) < 1 or options.chunk < 0:
+        parser.error("--tokens, --new-tokens and --rounds must be at least 1, --chunk at least 0")
     if PeakMemory().nbytes is None:
         parser.error("this system does not tell what a process takes: run it on Linux")
     if options.cache:

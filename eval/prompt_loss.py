@@ -2,10 +2,10 @@
 
     python -m eval.prompt_loss --model smollm2 --tokens 3072 --thresholds 1 4.4 --out eval/results/prompt_loss.csv
 
-Prose is read at once, exactly and at each `prefill_threshold`, in turn. `kl` is the mean divergence of the last 512
-tokens' predictions from those of the exact reading, `kl_worst` a document's largest, `same` the share of them with the
-same likeliest token. `pairs` is the share of all pairs of a query and an earlier key that are computed. `seconds` is
-the least time of a reading, `exact_seconds` that of the exact one.
+Prose, or code, is read at once, exactly and at each `prefill_threshold`, in turn. `kl` is the mean divergence of the
+last 512 tokens' predictions from those of the exact reading, `kl_worst` a document's largest, `same` the share of them
+with the same likeliest token. `pairs` is the share of all pairs of a query and an earlier key that are computed.
+`seconds` is the least time of a reading, `exact_seconds` that of the exact one.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
 from eval.shared.tables import new_file, report
-from eval.shared.texts import read_prose
+from eval.shared.texts import CODE, PROSE, read_code, read_prose
 from qada_cache.tuning.prompts import LAST, PromptFigures, measure_prompt
 
 
@@ -53,8 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.prompt_loss", description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--model", default=DEFAULT, help=HELP)
+    add("--texts", nargs="+", default=[PROSE], choices=(PROSE, CODE), help="(default: %(default)s)")
     add("--tokens", type=int, default=3072, help="of a prompt (default: %(default)s)")
-    add("--documents", type=int, default=2, help="(default: %(default)s)")
+    add("--documents", type=int, default=2, help="of each text (default: %(default)s)")
     add("--thresholds", type=float, nargs="+", default=[4.4], help="(default: 4.4)")
     add("--dtype", default="auto", help="(default: the model's own)")
     add("--out", type=new_file, help="table to write, a CSV file")
@@ -63,10 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--tokens must be above {LAST}, --documents at least 1")
     with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
-    taken = itertools.islice(read_prose(tokenizer, length=options.tokens, following=0), options.documents)
-    rows = measure(model, [document.prompt for document in taken], options.thresholds)
     told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch."), "tokens": options.tokens}
-    rows = [told | row for row in rows]
+    rows = []
+    for text in options.texts:
+        pieces = (read_code if text == CODE else read_prose)(tokenizer, length=options.tokens, following=0)
+        taken = [document.prompt for document in itertools.islice(pieces, options.documents)]
+        rows += [told | {"text": text} | row for row in measure(model, taken, options.thresholds)]
     report(rows, options.out, threads=torch.get_num_threads())
     return 0
 

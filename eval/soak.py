@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.tokens < 2 * PART or options.prompt < 2:
         parser.error(f"--tokens must be at least {2 * PART}, --prompt at least 2")
-    model, _ = load_model(parser, options, tokens=options.prompt + options.tokens)
+    model, _, _ = load_model(parser, options, tokens=options.prompt + options.tokens)
     made = []
     with tqdm(total=2 * options.tokens, unit="token") as bar:
         for padded, name in ((False, "one"), (True, "two, one padded")):

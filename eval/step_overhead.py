@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--steps", type=int, default=16, help="tokens timed a round (default: %(default)s)")
     add("--rounds", type=int, default=3, help="with and without a context in turn (default: %(default)s)")
     options = parser.parse_args(arguments)
-    model, make_work = load_model(parser, options, tokens=max(options.tokens))
+    model, make_work, _ = load_model(parser, options, tokens=max(options.tokens))
     rows = []
     for tokens in tqdm(options.tokens, unit="length"):
         try:

@@ -4,9 +4,10 @@
     python -m eval.sweep --model ID_OR_PATH --tasks ruler_vt ruler_fwe --lengths 8192 16384 --out sweep.csv
 
 Criteria x thresholds x moments x group rules x tasks x lengths, in one tidy table, a row for each. A prompt is read
-once, and all that is left to measure of its task and length answers it from a copy of that state. Rows that the table
-holds already are not measured again, so a sweep may be interrupted, and widened later. Tasks must be generation tasks;
-RULER's own need a folder with a tokenizer, which `python -m eval.convert` makes of a GGUF file.
+once (for each `--prefill`), and all that is left to measure of its task and length answers it from a copy of that
+state. Rows that the table holds already are not measured again, so a sweep may be interrupted, and widened later. Tasks
+must be generation tasks; RULER's own need a folder with a tokenizer, which `python -m eval.convert` makes of a GGUF
+file.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.shared import language_model
+from eval.shared.selecting import check_selected
 from eval.shared.tables import new_file, read, write
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
@@ -49,18 +51,22 @@ class Variant:
         moments: for "qada" and "selected": as for `QAdACache`.
         group_rule: as for `QAdACache`.
         threshold: as for `QAdACache`; for static criteria alpha, the share of heads made local.
+        prefill: `prefill_threshold` that the prompt is read with.
     """
 
     criterion: str
     moments: str = ""
     group_rule: str = "head"
     threshold: float = 0.0
+    prefill: float = 0.0
 
 
 def list_variants(options: argparse.Namespace) -> list[Variant]:
     """What the command line asks for, full attention and sinks + window always."""
     made = [Variant("dense"), Variant("local")]
-    made += [Variant("selected", DEFAULT_MOMENTS, "any", THRESHOLD)] * options.tokens
+    for theta in options.prefill:
+        made += [Variant("dense", prefill=theta)] * (theta > 0)
+        made += [Variant("selected", DEFAULT_MOMENTS, "any", THRESHOLD, theta)] * options.tokens
     for rule in options.group_rules:
         made += [Variant("oracle", "", rule, threshold) for threshold in options.thresholds]
         made += [Variant("qada", kind, rule, tau) for kind in options.moments for tau in options.thresholds]
@@ -69,7 +75,7 @@ def list_variants(options: argparse.Namespace) -> list[Variant]:
 
 
 class SweepLM(QAdALM):
-    """A `QAdALM` that reads each prompt once for all variants, and replays what it kept for them one by one.
+    """A `QAdALM` that reads each prompt once for all variants of one `prefill`, and replays what it kept for them.
 
     Args:
         pretrained, gguf_file, keywords: as for `HFLM`.
@@ -93,11 +99,14 @@ class SweepLM(QAdALM):
         key = context.cpu().numpy().tobytes()
         if key not in self.kept:
             self.kept[key] = {}
-            read = QAdACache(self.model, moments="current", token_threshold=0.0)  # heads are read whole
-            mask = generation_kwargs["attention_mask"]
-            self._forward(read, context[:, :-1], mask[:, :-1], logits_to_keep=1)
+            mask, held = generation_kwargs["attention_mask"], {}
             for variant, options in self.measured.items():
-                twin = read.fork(**options)
+                if (theta := variant.prefill) not in held:
+                    whole = {"moments": "current", "token_threshold": 0.0}  # heads are read whole
+                    held[theta] = QAdACache(self.model, **whole, prefill_threshold=theta)
+                    self._forward(held[theta], context[:, :-1], mask[:, :-1], logits_to_keep=1)
+                    check_selected(held[theta])
+                twin = held[theta].fork(**options)
                 # HFLM's own: QAdALM's would prefill again.
                 tokens = HFLM._model_generate(self, context, max_length, stop, **pass_cache(twin), **generation_kwargs)
                 stats = twin.stats()
@@ -206,8 +215,15 @@ def measure_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqd
 def read_known(path: Path) -> set[tuple[str, int, Variant]]:
     """What the table holds already."""
     rows = read(path) if path.exists() else []
-    made = [Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"])) for row in rows]
+    made = [
+        Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"]), _find_prefill(row))
+        for row in rows
+    ]
     return {(row["task"], int(row["length"]), variant) for row, variant in zip(rows, made, strict=True)}
+
+
+def _find_prefill(row: dict[str, str]) -> float:
+    return float(row.get("prefill") or 0)  # older tables do not say
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -225,14 +241,16 @@ def main(arguments: list[str] | None = None) -> int:
     add("--static", nargs="*", default=["oracle"], choices=("oracle", "other"), help="(default: %(default)s)")
     add("--alphas", type=float, nargs="*", default=list(ALPHAS), help="of static heads (default: the paper's twelve)")
     add("--tokens", action="store_true", help="the cache's defaults, too, by which heads read some tokens only")
+    add("--prefill", type=float, nargs="+", default=[0.0], help="prefill_threshold of prompts (default: 0, exact)")
     add("--limit", type=int, help="documents per task and length (default: all that the task has)")
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
+    add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     with language_model.check_loading(parser):
         pretrained, gguf = language_model.find_hflm_source(options.model)
-        lm = SweepLM(pretrained, **gguf, batch_size=options.batch_size, device=options.device)
+        lm = SweepLM(pretrained, **gguf, dtype=options.dtype, batch_size=options.batch_size, device=options.device)
     done, wanted = read_known(options.out), list_variants(options)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
     with tqdm(total=len(wanted) * len(options.tasks) * len(options.lengths), unit="row") as bar:

@@ -9,6 +9,7 @@ OUT = --out $(TABLES)/$(@:tables/%=%)
 INTO = --out $(patsubst %/,%,$(dir $(TABLES)/$(@:tables/%=%)))
 RULER := prose_niah prose_niah_multikey_4 prose_niah_multivalue prose_niah_multiquery prose_vt prose_cwe prose_fwe prose_icl
 NEEDLES := prose_niah prose_niah_multikey_4
+SELECTED := --prefill 0 12 30 --bits 8 --question dense sparse
 PAPERS := --group-rules head --moments random-words wiki single-word current --thresholds 0.1 0.3 0.5 0.7 0.9 0.99
 
 TARGETS := $(shell sed -n 's|^\(tables/.*\):.*|\1|p' eval/tables.mk)
@@ -57,6 +58,25 @@ tables/bits/trials.csv:  # interrupted after 7 needles
 tables/bits/trials-bfloat16.csv:
 	$(EVAL).trials --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 3 $(OUT)
 	$(EVAL).trials --model $(QWEN) --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 2 $(OUT)
+
+tables/prefill/trials.csv:
+	$(EVAL).trials --prefill 0 4.4 12 30 --bits 8 --documents 4 $(OUT)
+	$(EVAL).trials --prefill 0 4.4 12 30 --bits 8 --tasks code --lengths 4096 --documents 4 $(OUT)
+
+tables/prefill/trials-bfloat16.csv:
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 4.4 12 30 --bits 8 --documents 4 $(OUT)
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 4.4 12 30 --bits 8 --tasks code --lengths 4096 --documents 4 $(OUT)
+	$(EVAL).trials --dtype bfloat16 $(SELECTED) --tasks $(NEEDLES) --lengths 4096 --documents 8 $(OUT)
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --tasks $(NEEDLES) --lengths 4096 --documents 8 $(OUT)
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --tasks prose_niah --lengths 16384 --documents 2 $(OUT)
+	$(EVAL).trials --dtype bfloat16 $(SELECTED) --tasks chat --lengths 4096 --documents 2 $(OUT)
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --tasks chat --lengths 4096 --documents 2 $(OUT)
+
+tables/prefill/ruler-smollm2.csv:
+	$(EVAL).sweep --dtype bfloat16 --prefill 0 12 --tokens --tasks $(RULER) --lengths 4096 --limit 2 --thresholds --static $(OUT)
+
+tables/prefill/ruler-qwen2.5-coder-0.5b.csv:
+	$(EVAL).sweep --model $(QWEN) --dtype bfloat16 --prefill 0 12 --tokens --tasks $(RULER) --lengths 4096 --limit 2 --thresholds --static $(OUT)
 
 tables/rungs-smollm2.csv:
 	$(EVAL).rungs $(OUT)

@@ -7,6 +7,7 @@ attention gives, greedily, as far as the expected one) is then fed to a copy of 
 with teacher forcing: KL divergence from full attention's next-token distributions, whether the likeliest token is the
 same, and what was read. Where they are not all the same, the answer is generated, greedily, to see whether the expected
 one is in it. One row a document and way; rows that the table holds are not measured again.
+With `--prefill`, documents are read at each `prefill_threshold`, by selection, and compared with the same answers.
 With `--peers`, so are caches that other methods made smaller (`eval/shared/peers.py`), which take part in nothing else.
 """
 
@@ -26,9 +27,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.shared.conversation import read_chats
 from eval.shared.deciding import (
     OWN,
     PROMPTS,
+    WAY,
     Way,
     compare,
     find_bulk_bits,
@@ -49,8 +52,10 @@ from eval.shared.deciding import (
 )
 from eval.shared.language_model import DEFAULT, HELP, check_loading, find_hflm_source, label, load
 from eval.shared.peers import PEERS, Prefilled
+from eval.shared.selecting import check_selected, find_prefill_threshold, list_prompt_ways
 from eval.shared.tables import align, new_file, read, write
 from eval.shared.texts import (
+    CHAT,
     CODE,
     PROSE,
     Document,
@@ -135,11 +140,9 @@ def run_trial(
         followed = follow(model, document, used := make(), at_once=at_once)
         return used, judge(followed, lambda: generate(model, document, make()))
 
-    plain, sizes = (
-        DynamicCache(config=model.config),
-        {"sinks": cache.options.sink_tokens, "window": cache.options.window},
-    )
-    held = {16: cache}
+    plain = DynamicCache(config=model.config)
+    sizes = {"sinks": cache.options.sink_tokens, "window": cache.options.window}
+    held = {(16, 0.0): cache}
     for way in ways:
         if way in peers:
             made = judge(state.follow(document, way), partial(state.generate, document, way))
@@ -149,17 +152,16 @@ def run_trial(
             with limit_reading(model, way.read, **sizes):
                 _, made = try_on(partial(copy.deepcopy, plain), at_once=True)
             kind, share = split(way.read)
-            shares = {
-                "kv_read": 1.0,
-                "bytes_read": share + find_sketch_share(kind),
-                "q_local": 0.0,
-            }  # by every head's sketch
+            read = share + find_sketch_share(kind)  # every head's sketch
+            shares = {"kv_read": 1.0, "bytes_read": read, "q_local": 0.0}
         else:
-            asked, bits = make_cache_options(way, known), find_bulk_bits(way.read)
-            if bits not in held:
-                held[bits] = make_exact_cache(model, bulk_bits=bits, moments=asked["moments"])
-                prefill(model, document, held[bits])
-            twin, made = try_on(partial(held[bits].fork, **asked), at_once=not way.read.startswith(OWN))
+            asked = make_cache_options(way, known)
+            bits, theta = of = find_bulk_bits(way.read), find_prefill_threshold(way.read)
+            if of not in held:
+                held[of] = make_exact_cache(model, bulk_bits=bits, prefill_threshold=theta, moments=asked["moments"])
+                prefill(model, document, held[of])
+                check_selected(held[of])
+            twin, made = try_on(partial(held[of].fork, **asked), at_once=not way.read.startswith(OWN))
             stats = twin.stats()
             # Records have the same bytes in any dtype, tokens beside them do not, and they are counted together.
             told = bits == 16 or value_bytes == 2
@@ -172,8 +174,7 @@ def run_trial(
 
 def make_key(row: dict[str, Any]) -> tuple:
     """What tells rows apart."""
-    names = ("model", "task", "length", "document", "criterion", "moments", "rule", "threshold", "read")
-    return tuple(str(row.get(name, "")) for name in names)
+    return tuple(str(row.get(name, "")) for name in (*WAY, "document"))
 
 
 def count_bytes_read(way: Way, stats: CacheStats, value_bytes: int) -> float:
@@ -192,6 +193,8 @@ def read_documents(
         # Every fourth piece of prose was set apart once, to learn from; tables go on with the texts that they have.
         pieces = (piece for piece in read_prose(tokenizer, **sizes, text=options.text) if piece.index % 4 != 3)
         return islice(read_code(tokenizer, **sizes) if task == CODE else pieces, options.documents)
+    if task == CHAT:
+        return read_chats(tokenizer, length=length, count=options.documents)
     where, gguf = find_hflm_source(options.model)
     manager = make_task_manager(where, length, gguf.get("gguf_file"), documents=options.documents)
     return read_task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
@@ -210,7 +213,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.trials", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--model", default=DEFAULT, help=HELP)
-    add("--tasks", nargs="+", default=[PROSE], help=f"{PROSE}, {CODE}, lm-eval tasks of one answer (default: {PROSE})")
+    tasks = f"{PROSE}, {CODE}, {CHAT}, lm-eval tasks of one answer (default: {PROSE})"
+    add("--tasks", nargs="+", default=[PROSE], help=tasks)
     add("--lengths", type=int, nargs="+", default=[3072], help="tokens (default: %(default)s)")
     add("--documents", type=int, default=12, help="of each task and length (default: %(default)s)")
     add("--following", type=int, default=64, help="tokens to predict of prose and code (default: %(default)s)")
@@ -225,7 +229,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--few", action="store_true", help="only those ways that tell most")
     add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
     add("--own", action="store_true", help="with --tokens: the default and the economical setting alone")
-    add("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="of bulks, with --own (default: 16)")
+    add("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="of bulks (default: 16)")
+    add(
+        "--prefill", type=float, nargs="+", default=[], help="prefill_threshold of prompts (0: exact), and no other way"
+    )
     add("--peers", action="store_true", help="other methods, to compare with: caches that evict, or of few bits")
     add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
@@ -241,6 +248,8 @@ def main(arguments: list[str] | None = None) -> int:
 def choose_ways(options: argparse.Namespace) -> list[Way]:
     """Those that the command line asks for."""
     peers = list_peer_ways() if options.peers else []
+    if options.prefill:
+        return [*list_prompt_ways(options.prefill, bits=options.bits), *peers]
     if options.tokens:
         return [*list_token_ways(few=options.few, own=options.own, bits=options.bits), *peers]
     return [*list_few_ways(), *peers] if options.few else peers or list_all_ways()

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -186,8 +187,10 @@ class WatchedCache(DynamicCache):
 
     def _check_rows(self, layer_idx: int, rows: int) -> None:
         """Raise as our layers do. Transformers' own before them would take some of the tokens in, and then fail."""
-        if following := [layer for layer in self.layers[layer_idx:] if isinstance(layer, QAdALayer)]:
-            following[0].check_rows(rows)
+        for layer in itertools.islice(self.layers, layer_idx, None):
+            if isinstance(layer, QAdALayer):
+                layer.check_rows(rows)
+                return
 
     def _list_bulks(self) -> list[Bulk]:
         return [layer.store.bulk for layer in self.layers if isinstance(layer, QAdALayer) and layer.store is not None]

@@ -3,7 +3,7 @@
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from eval.shared.texts import Turn, plant
+from eval.shared.texts import CHAT, SPARSE, Document, Turn, draw_facts, plant, read_reference
 from qada_cache import QAdACache
 from qada_cache.stats import CacheStats, count_layer_bytes
 from qada_cache.versions import pass_cache
@@ -116,6 +116,27 @@ def fit(form: Form, text: str, turns: list[Turn], *, tokens: int) -> tuple[list[
     if best is None:
         raise ValueError(f"{tokens} tokens leave no room for a document with {len(facts)} facts")
     return *best, bool(text[ends[fewest - 1] :].strip())
+
+
+def read_chats(tokenizer: PreTrainedTokenizerBase, *, length: int, count: int) -> Iterator[Document]:
+    """Chats of six turns about the reference, which are right so far: the last question is the document's `question`.
+
+    Raises:
+        ValueError: `length` leaves no room for the reference.
+    """
+    form = Form(tokenizer, WITH_FACTS)
+    for index in range(count):
+        drawn = draw_facts(index)
+        last = index % len(drawn)
+        turns = [*drawn[last + 1 :], *drawn[: last + 1]]
+        asked = [form.make_turn(turn, after=-1 if place else None) for place, turn in enumerate(turns)]
+        answers = [tokenizer(f" {turn.expected}", add_special_tokens=False).input_ids for turn in turns]
+        dots = tokenizer(".", add_special_tokens=False).input_ids
+        said = [ids for pair in zip(asked, answers, strict=True) for ids in (*pair, dots)]
+        told = [token for ids in said[:-3] for token in ids]
+        opening, _, _ = fit(form, read_reference(), drawn, tokens=length - len(told) - len(asked[-1]))
+        prompt, answer = torch.tensor([[*opening, *told, *asked[-1]]]), torch.tensor([answers[-1]])
+        yield Document(CHAT + SPARSE, length, index, prompt, answer, turns[-1].expected, len(asked[-1]))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qada_cache.tuning.measuring import read_default_text
 
-PROSE, CODE = "prose", "code"
+PROSE, CODE, CHAT = "prose", "code", "chat"
 SPARSE = ", sparse question"
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 # Of many kinds, and long enough to be continued in their middle. Their wording changes from version to version.

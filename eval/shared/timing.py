@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.language_model import check_loading, label
 from eval.shared.tables import align, write
@@ -124,7 +124,7 @@ def make_timing_parser(name: str, description: str, *, table: str) -> argparse.A
 
 def load_model(
     parser: argparse.ArgumentParser, options: argparse.Namespace, *, tokens: int
-) -> tuple[PreTrainedModel, Callable]:
+) -> tuple[PreTrainedModel, Callable, PreTrainedTokenizerBase | None]:
     """As `workloads.load`, for contexts of up to `tokens` tokens; ends the program where options make no sense."""
     if options.out and not options.out.is_dir():
         parser.error(f"--out: there is no folder {options.out}")

@@ -140,6 +140,21 @@ def _compute_states(model: PreTrainedModel, ids: Tensor) -> list[tuple[Tensor, T
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
+def draw_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, count: int, *, seed: int) -> Tensor:
+    """Prose `[count]` on the model's device; random tokens if it does not know its words.
+
+    Raises:
+        ValueError: the prose is too short.
+    """
+    whole = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[0] if tokenizer else None
+    if whole is None or tokenizer is None or not knows(tokenizer, whole):
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.randint(model.config.get_text_config().vocab_size, (count,), generator=generator)
+    if len(whole) < count:
+        raise ValueError(f"{count} tokens are more than the prose's {len(whole)}")
+    return whole[:count].to(model.device)
+
+
 @torch.inference_mode()
 def read_work(
     model: PreTrainedModel,
@@ -151,39 +166,29 @@ def read_work(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Work:
-    """Prose that the model has read, each row its own, and how it goes on; random tokens if it does not know its words.
-
-    Raises:
-        ValueError: the prose is too short for so many rows.
-    """
+    """What `draw_tokens` says, read by the model, each row its own, and how it goes on; ValueError likewise."""
     piece = tokens + warm_up + steps
-    whole = (
-        tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[0] if tokenizer else torch.empty(0)
-    )
-    if not tokenizer or not knows(tokenizer, whole):
-        generator = torch.Generator().manual_seed(seed)
-        whole = torch.randint(model.config.get_text_config().vocab_size, (batch * piece,), generator=generator)
-    if len(whole) < batch * piece:
-        raise ValueError(f"{batch} rows of {piece} tokens are more than the prose's {len(whole)}")
-    ids = whole[: batch * piece].view(batch, piece).to(model.device)
+    ids = draw_tokens(model, tokenizer, batch * piece, seed=seed).view(batch, piece)
     return Work(model, _compute_states(model, ids[:, :tokens]), ids[:, tokens:], warm_up, True, seed)
 
 
-def load(name: str, *, dtype: torch.dtype, device: torch.device, positions: int) -> tuple[PreTrainedModel, Callable]:
-    """A geometry by its name, or a pretrained model (`language_model`); and what makes its `Work`.
+def load(
+    name: str, *, dtype: torch.dtype, device: torch.device, positions: int
+) -> tuple[PreTrainedModel, Callable, PreTrainedTokenizerBase | None]:
+    """A geometry by its name, or a pretrained model (`language_model`); what makes its `Work`; its tokenizer, if any.
 
     Raises:
         OSError, ValueError: there is no such model.
     """
     if name in GEOMETRIES:
-        return make_model(name, dtype=dtype, device=device, positions=positions), make_random_work
+        return make_model(name, dtype=dtype, device=device, positions=positions), make_random_work, None
     where = language_model.find_source(name)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).to(device).eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError):
-        return model, read_work
-    return model, functools.partial(read_work, tokenizer=tokenizer)
+        return model, read_work, None
+    return model, functools.partial(read_work, tokenizer=tokenizer), tokenizer
 
 
 PRETRAINED = f"{language_model.DEFAULT}, a path or Hub repository, or a GGUF file"

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
@@ -35,8 +36,7 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
     )
     query.log_bulk = estimate_log_bulk(layer, store, query, rows)
     plain = query.sink_logits is None and query.softcap is None
-    kernel = find_kernel(layer, store, states) if plain and states.shape[2] == 1 and not layer.is_observed() else None
-    operands = find_operands(layer, store, by_kernel=kernel is not None)
+    kernel, operands = find_step(layer, store, states, plain and states.shape[2] == 1 and not layer.is_observed())
     if kernel is None:
         out, flags = attend_by_torch(layer, store, query, rows, operands)
     else:
@@ -48,13 +48,37 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
     return out
 
 
+def find_step(layer: QAdALayer, store: TokenStore, states: Tensor, by_kernel: bool) -> tuple[Callable | None, Operands]:
+    """The kernel for queries `[batch, heads, queries, dim]`, None if torch computes them, as it does unless `by_kernel`
+    is allowed; and the operands. They are made anew when anything that they follow from is another."""
+    facts = by_kernel, store.selects, states.shape, states.dtype, states.device, weakref.ref(layer.options)
+    known = layer.last_step.known
+    if known is None or known[0] != facts or not all(map(is_, known[1], _list_parts(layer, store))):
+        kernel = find_kernel(layer, store, states) if by_kernel else None
+        operands = find_operands(layer, store, by_kernel=kernel is not None)
+        layer.last_step.known = known = facts, _list_parts(layer, store), kernel, operands
+    kernel, operands = known[2:]
+    if kernel is not None and store.bulk.offloaded:
+        store.bulk.find_in_place()  # its copies to the host may be under way
+        if layer.options.device_budget:
+            operands.resident_pointers = store.bulk.residents.find_pointers(store.bulk.stored)
+    return kernel, operands
+
+
+def _list_parts(layer: QAdALayer, store: TokenStore) -> tuple[object, ...]:
+    """What operands follow from, by identity."""
+    bulk, counters, sketch = store.bulk, layer.counters, store.bulk.sketch
+    known = (None, False) if sketch is None else (sketch.tensors, sketch.in_use)
+    counts = counters.bulk_read_bytes, counters.sketch_read_bytes, counters.resident_hit_bytes
+    return (store.near_keys, store.near_values, bulk.tensors, bulk.beside, *known, *counts)
+
+
 def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Operands:
     """What the layer has for a call; what a kernel reads in place, and where it counts, if one computes it."""
     bulk, sketch, options, counters = store.bulk, store.sketch, layer.options, layer.counters
-    keys, values = bulk.find_in_place() if by_kernel else (bulk.keys, bulk.values)
     # Criteria that compare no masses need a finite threshold.
     cut = logit(options.threshold) if options.criterion in ("gaussian", "oracle") else 0.0
-    found = Operands(store.near_keys, store.near_values, keys, values, cut, binding=layer.binding)
+    found = Operands(store.near_keys, store.near_values, bulk.keys, bulk.values, cut, binding=layer.binding)
     found.group_rule, found.token_threshold = options.group_rule, options.token_threshold
     if sketch is not None and (sketch.in_use or not by_kernel):
         found.sketch = sketch.tensors
@@ -67,23 +91,18 @@ def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Op
         if found.sketch is not None:
             found.sketch_read_bytes = counters.find_on(device, "sketch_read_bytes")
         if bulk.offloaded and options.device_budget:
-            found.resident_pointers = bulk.residents.find_pointers(bulk.stored)
             found.resident_hit_bytes = counters.find_on(device, "resident_hit_bytes")
     return found
 
 
 def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable | None:
-    """What `choice.choose_kernel` says of queries `[batch, heads, 1, dim]`, asked again when anything is different."""
+    """What `choice.choose_kernel` says of queries `[batch, heads, 1, dim]`."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
     sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
     layout = sketch.layout if sketch is not None and sketch.in_use else None
-    key = weakref.ref(options), layout, bulk.capacity, records is None, states.shape, states.dtype, states.device
-    if layer.binding.kernel is None or layer.binding.kernel[0] != key:
-        call = states, bulk.keys, bulk.values, options.criterion, options.kernels
-        kernel = choice.choose_kernel(*call, layout=layout, records=records)
-        layer.binding.kernel = key, kernel
-    return layer.binding.kernel[1]
+    call = states, bulk.keys, bulk.values, options.criterion, options.kernels
+    return choice.choose_kernel(*call, layout=layout, records=records)
 
 
 def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: Rows) -> Tensor | None:

@@ -172,12 +172,12 @@ def _attend(
         )
     batch, _, queries, dim = query.shape
     first = layer.index == layer.shared.model.layers[0]  # of the pass
-    name = cast(PreTrainedConfig, module.config)._attn_implementation
+    config = cast(PreTrainedConfig, module.config)  # a look into it takes as long as a small product: not at every call
     try:
         _check_supported(module, layer, queries, kwargs, first=first)
         told = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
         is_bool = told is mask and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
-        if is_bool and name in ("eager", "flex_attention"):
+        if is_bool and (name := config._attn_implementation) in ("eager", "flex_attention"):
             raise ValueError(
                 f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
                 "the model with attn_implementation='sdpa'"
@@ -191,7 +191,7 @@ def _attend(
     scaling = dim**-0.5 if kwargs["scaling"] is None else kwargs["scaling"]
     softcap = kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
-    if softcap is not None and name == "sdpa":
+    if softcap is not None and config._attn_implementation == "sdpa":
         softcap = None
     asked = Query(query, scaling, softcap, kwargs.get("s_aux"), valid, visible)
     forward_pass = layer.shared.forward_pass
@@ -205,7 +205,7 @@ def _attend(
     if empty:
         untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
         # Without a mask only these know that a prompt is causal, and a mask of another shape is theirs to read.
-        known = name == "sdpa" and (mask is None or mask.dim() == 4)
+        known = config._attn_implementation == "sdpa" and (mask is None or mask.dim() == 4)
         with suspend_autocast(query.device):
             found = attend_to_prompt(layer, asked, key, value) if known else None
         out = base(module, query, untagged, value, mask, **kwargs)[0] if found is None else found
@@ -219,6 +219,7 @@ def _attend(
             out = layer.shared.residents.retry(work)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
     if empty or long:
+        layer.last_step.forget()
         layer.store.absorb(key, value, valid)
         place = layer.shared.model.layers.index(layer.index) + 1
         is_due = place % TRIM_EVERY == 0 or place == len(layer.shared.model.layers)

@@ -125,10 +125,9 @@ class Binding:
 
     def __init__(self) -> None:
         self.derived: Any = None  # what a kernel made of them; None once any of them is another
-        # The selected kernel, None for none, and `log A_bulk` where nothing is estimated, each behind what it is for.
-        self.kernel: tuple[Any, Callable | None] | None = None
-        self.log_bulk: tuple[Any, Tensor] | None = None
+        self.log_bulk: tuple[Any, Tensor] | None = None  # where nothing is estimated, behind what it is for
         self._key: Any = None
+        self._checked: Callable[[], Operands | None] = lambda: None
         self._tensors: list[Callable[[], Any]] = []
 
     def __deepcopy__(self, memo: dict) -> "Binding":
@@ -137,15 +136,31 @@ class Binding:
     def matches(self, query: Query, layer: "Operands") -> bool:
         """Whether the last checked step had the same tensors and numbers, and a query like this one; else forget it."""
         same = self._key == _describe_step(query, layer)
-        same = same and all(known() is one for known, one in zip(self._tensors, layer.tensors, strict=True))
+        if same and self._checked() is not layer:
+            same = all(known() is one for known, one in zip(self._tensors, layer.tensors, strict=True))
         if not same:
             self._key = self.derived = None
         return same
 
     def remember(self, query: Query, layer: "Operands") -> None:
         """This step was checked."""
-        self._key = _describe_step(query, layer)
+        self._key, self._checked = _describe_step(query, layer), weakref.ref(layer)
         self._tensors = [(lambda: None) if one is None else weakref.ref(one) for one in layer.tensors]
+
+
+class LastStep:
+    """The operands of a layer's last step and their kernel, for the next one, behind what they follow from. They keep
+    tensors, so whoever is about to replace some forgets them first. A copy begins with nothing."""
+
+    def __init__(self) -> None:
+        self.known: Any = None
+
+    def __deepcopy__(self, memo: dict) -> "LastStep":
+        return LastStep()
+
+    def forget(self) -> None:
+        """Keep no tensor alive."""
+        self.known = None
 
 
 def _describe_step(query: Query, layer: "Operands") -> tuple[Any, ...]:

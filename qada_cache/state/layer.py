@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from ..kernels.operands import Binding
+from ..kernels.operands import Binding, LastStep
 from ..key_moments.running import LayerMoments
 from ..storage import TokenStore
 from ..storage.padding import NONE
@@ -54,7 +54,8 @@ class QAdALayer(DynamicLayer):
         self.shared.residents.layers.pop(self.index, None)
         self.seen = 0  # logical tokens, padding included (what transformers calls the sequence length)
         self.padding = NONE  # of these tokens; shared by the layers of a cache
-        self.counters, self.binding, self.kept_moments = Counters(), Binding(), LayerMoments()
+        self.counters, self.kept_moments = Counters(), LayerMoments()
+        self.binding, self.last_step = Binding(), LastStep()
 
     @property
     def options(self) -> Options:
@@ -121,6 +122,7 @@ class QAdALayer(DynamicLayer):
                 "dtype it was filled with, or reset() it"
             )
         elif key_states.device != self.device:
+            self.last_step.forget()
             self.store.move(key_states.device)
             self.device = key_states.device
         tagged = key_states.view_as(key_states)  # a new Python object, so that the caller's is not written to
@@ -168,6 +170,7 @@ class QAdALayer(DynamicLayer):
         """Remove the newest `-tokens_to_remove` logical tokens of every row, as if they had never been seen."""
         tokens = check_crop(tokens_to_remove)
         self.check_attended()
+        self.last_step.forget()
         if not tokens or not self.seen or self.store is None:
             return
         seen = max(self.seen + tokens, 0)
@@ -178,6 +181,7 @@ class QAdALayer(DynamicLayer):
     def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.check_attended()
+        self.last_step.forget()
         if self.store is None or index == list(range(self.store.batch)):
             return
         if not index:  # as `DynamicCache` counts the tokens of no rows

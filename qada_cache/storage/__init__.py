@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
-from operator import sub
+from operator import add, sub
 
 import torch
 from torch import Tensor
@@ -231,8 +231,9 @@ class TokenStore:
                 self.moments.update(own, self.bulk.read(own, slice(None), *span)[0])
 
     def _lengthen(self, tokens: int, valid: Tensor | None, *, exact: bool) -> None:
-        new = [tokens] * self.batch if valid is None else valid.sum(dim=-1).tolist()
-        before, self.lengths = self.lengths, [length + more for length, more in zip(self.lengths, new, strict=True)]
+        before = self.lengths
+        new = [tokens] * len(before) if valid is None else valid.sum(dim=-1).tolist()
+        self.lengths = list(map(add, before, new))
         for counts in (self.exact, self.alike) if exact else (self.alike,):
             counts[:] = map(_grow, counts, before, self.lengths)
 

@@ -179,7 +179,7 @@ def values(command: Command, option: str) -> list[str]:
 
 def test_tasks_and_moments_exist(all_tasks: Any) -> None:
     """Names that commands take without asking when they read their arguments."""
-    known = {*all_tasks.all_tasks, "prose", "code"}  # the last two are tasks of eval.trials
+    known = {*all_tasks.all_tasks, "prose", "code", "chat"}  # the last three are tasks of eval.trials
     called = [command for command in COMMANDS if program(command.words)]
     for command in called:
         assert not (unknown := set(values(command, "--tasks")) - known), f"{command}: {unknown}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import DynamicCache
 from eval import demo
 from eval.shared import conversation, tables
 from eval.shared.conversation import WITH_FACTS, Form, Told, converse, fit
-from eval.shared.texts import Turn, draw_facts, plant, read_reference
+from eval.shared.texts import Turn, draw_facts, make_question_dense, plant, read_reference
 from qada_cache import QAdACache
 
 NEEDLE = str(needle.FOLDER)
@@ -73,6 +74,32 @@ def test_chat_is_what_the_template_makes() -> None:
     assert (
         form.tokenizer.decode([*parts, end, *form.make_turn(turns[1], after=end)]) == whole
     )  # ended by the model itself
+
+
+def test_chats_as_documents() -> None:
+    """The template of a whole chat that was right so far, asked every fact once; the last question is read alone."""
+    words = tokenizer()
+    chats = list(conversation.read_chats(words, length=3000, count=7))
+    for index, chat in enumerate(chats):
+        turns = draw_facts(index)
+        asked = [*turns[index % 6 + 1 :], *turns[: index % 6 + 1]]
+        introduced, _, document = words.decode(chat.prompt[0]).partition("<|start|>user\n")[2].partition("\n\n")
+        assert introduced == WITH_FACTS
+        document = document.partition(f"\n\n{asked[0].question}<|end|>")[0]
+        assert all(turn.fact in document for turn in turns)
+        messages = [{"role": "user", "content": f"{introduced}\n\n{document}\n\n{asked[0].question}"}]
+        for before, turn in itertools.pairwise(asked):
+            messages.append({"role": "assistant", "content": before.fact})
+            messages.append({"role": "user", "content": turn.question})
+        whole = words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + asked[-1].begun
+        assert words.decode(chat.prompt[0]) == whole
+        assert (chat.task, chat.index, chat.expected) == ("chat, sparse question", index, asked[-1].expected)
+        assert words.decode(chat.answer[0]) == f" {chat.expected}"
+        assert words.decode(chat.prompt[0, -chat.question :]).startswith(
+            f"<|end|>\n<|start|>user\n{asked[-1].question}"
+        )
+        assert make_question_dense(chat).task == "chat"
+        assert 2900 < chat.prompt.shape[1] <= 3000
 
 
 def test_without_a_template_questions_are_plain() -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from compilers import needs_compiler
 from small_sketch import small_sketch
 
 from qada_cache import KeyMoments, StaticHeads
+from qada_cache.kernels.cpu import prompt, selected_prompt
 
 
 def test_static_heads_from_the_oracle() -> None:
@@ -79,6 +81,42 @@ def test_sweep(tmp_path: Path) -> None:
     ]
 
 
+@needs_compiler
+@pytest.mark.skipif(prompt.INSTRUCTIONS not in prompt.read_instructions(), reason="selects elsewhere")
+@pytest.mark.usefixtures("own_tasks")
+def test_sweep_of_selected_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each threshold's prompts are read once for both of its variants; a table of exact ones goes on."""
+    import needle
+
+    from eval import sweep
+
+    called: list[float] = []
+    original = selected_prompt.selected_attention
+    monkeypatch.setattr(selected_prompt, "FAR", 192)
+    monkeypatch.setattr(
+        selected_prompt,
+        "selected_attention",
+        lambda *given, **told: called.append(told["threshold"]) or original(*given, **told),
+    )
+    table = tmp_path / "sweep.csv"
+    arguments = ["--model", str(needle.FOLDER), "--tasks", "needle", "--lengths", "1024", "--limit", "1", "--tokens"]
+    arguments += ["--thresholds", "--static", "--out", str(table)]
+    assert sweep.main(arguments) == 0
+    assert not called
+    for _ in range(2):
+        assert sweep.main([*arguments, "--prefill", "0", "1e-9", "100"]) == 0
+    layers = json.loads((needle.FOLDER / "config.json").read_text())["num_hidden_layers"]
+    assert sorted(called) == [1e-9] * layers + [100] * layers
+    with table.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    ways = [(row["criterion"], float(row["prefill"])) for row in rows]
+    exact = [("dense", 0), ("local", 0), ("selected", 0)]
+    assert ways == [*exact, ("dense", 1e-9), ("selected", 1e-9), ("dense", 100), ("selected", 100)]
+    scores = dict(zip(ways, (float(row["score"]) for row in rows), strict=True))
+    assert scores["dense", 1e-9] == scores["dense", 0]
+    assert scores["selected", 1e-9] == scores["selected", 0]
+
+
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method has its row, and nothing is timed that is not right."""
     from eval import benchmark
@@ -120,14 +158,17 @@ def test_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         KeyMoments, "collect", lambda *given, **named: collected.append(given[2]) or collect(*given, **named)
     )
     before = os.environ.get("QADA_HOME")
-    arguments = ["--model", "tiny", "--tokens", "300", "--rounds", "2", "--device", "cpu", "--out", str(tmp_path)]
-    assert first_token.main(arguments) == 0
+    arguments = ["--model", "tiny", "--tokens", "300", "200", "--rounds", "2", "--device", "cpu", "--prefill", "3"]
+    assert first_token.main([*arguments, "--out", str(tmp_path)]) == 0
     assert os.environ.get("QADA_HOME") == before
     assert collected == ["random-tokens"]
     with (tmp_path / "first_token-tiny-cpu.csv").open() as file:
-        rows = {row["method"]: row for row in csv.DictReader(file)}
-    assert list(rows) == ["DynamicCache", "StaticCache", "QAdACache, the first time", "QAdACache"]
-    assert all(float(row["first_token_s"]) > 0 and float(row["second_token_ms"]) > 0 for row in rows.values())
+        rows = list(csv.DictReader(file))
+    selected = "QAdACache, prefill_threshold=3"
+    of_first = ["DynamicCache", "StaticCache", "QAdACache, the first time", "QAdACache", selected]
+    named = [("300", name) for name in of_first] + [("200", name) for name in of_first if "time" not in name]
+    assert [(row["tokens"], row["method"]) for row in rows] == named
+    assert all(float(row["first_token_s"]) > 0 and float(row["second_token_ms"]) > 0 for row in rows)
 
 
 def test_benchmark_of_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,10 +340,11 @@ def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
 
     monkeypatch.setattr(memory, "CACHES", ("DynamicCache", "QAdACache", "QAdACache, 4 bits"))
     table, model = tmp_path / "table.csv", ["--model", str(needle.FOLDER), "--dtype", "float32"]
-    assert memory.main([*model, "--tokens", "1600", "--new-tokens", "2", "--out", str(table)]) == 0
+    assert memory.main([*model, "--tokens", "1600", "--new-tokens", "2", "--chunk", "700", "--out", str(table)]) == 0
     with table.open(encoding="utf-8") as file:
         rows = {row["cache"]: row for row in csv.DictReader(file)}
     assert list(rows) == list(memory.CACHES)
+    assert {row["chunk"] for row in rows.values()} == {"700"}
     held = {name: float(row["held_mib"]) for name, row in rows.items()}
     assert held["QAdACache, 4 bits"] < held["QAdACache"] < held["DynamicCache"]
     with pytest.raises(SystemExit):
@@ -318,12 +360,15 @@ def test_prompt_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     table, model = tmp_path / "table.csv", ["--model", str(needle.FOLDER), "--dtype", "float32"]
     arguments = ["--tokens", "1500", "--documents", "1", "--thresholds", "1e-9", "100", "--out", str(table)]
+    arguments += ["--texts", "prose", "code"]
     assert prompt_loss.main([*model, *arguments]) == 0
     with table.open(encoding="utf-8") as file:
-        low, high = csv.DictReader(file)
-    assert abs(float(low["kl"])) < 1e-5
-    assert float(low["kl"]) <= float(high["kl"])
-    assert float(high["pairs"]) <= float(low["pairs"]) <= 1
+        rows = list(csv.DictReader(file))
+    assert [row["text"] for row in rows] == ["prose", "prose", "code", "code"]
+    for low, high in (rows[:2], rows[2:]):
+        assert abs(float(low["kl"])) < 1e-5
+        assert float(low["kl"]) <= float(high["kl"])
+        assert float(high["pairs"]) <= float(low["pairs"]) <= 1
     with pytest.raises(SystemExit):
         prompt_loss.main([*model, "--tokens", "512"])
     assert "--tokens must be above 512" in capsys.readouterr().err
@@ -332,7 +377,6 @@ def test_prompt_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_prompt_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors are told apart where the kernel runs; elsewhere a line says that it does not."""
     from eval import prompt_rate
-    from qada_cache.kernels.cpu import prompt
 
     table = tmp_path / "table.csv"
     if prompt.build(64, 64, torch.bfloat16) is not None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compilers import needs_compiler
 from models import prompt, tiny
 from small_sketch import small_sketch
 from transformers import DynamicCache, PreTrainedModel
@@ -22,8 +23,11 @@ import needle
 from eval import trials
 from eval.shared import deciding, texts
 from eval.shared.deciding import Way
+from eval.shared.selecting import list_prompt_ways
 from eval.shared.texts import Document
 from qada_cache import KeyMoments, QAdACache
+from qada_cache.kernels.cpu import prompt as prompt_kernel
+from qada_cache.kernels.cpu import selected_prompt
 from qada_cache.sketch import Layout
 from qada_cache.versions import pass_cache
 
@@ -154,6 +158,38 @@ def test_every_way_on_models_of_other_kinds(family: str, document: Document) -> 
     losses = {way: float(row["kl"]) for way, row in zip(tried, rows, strict=True)}
     assert all(0 <= loss < 20 for loss in losses.values())
     assert losses[Way("qada", "current", "any", 0.9)] < losses[Way("local")]
+
+
+@needs_compiler
+@pytest.mark.skipif(prompt_kernel.INSTRUCTIONS not in prompt_kernel.read_instructions(), reason="selects elsewhere")
+@pytest.mark.parametrize("question", [1, 9])
+def test_prompts_read_by_selection(question: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the exactly read prompt: one that reads all of it loses what its prompt lost, and the default more or
+    other; 0 is exact. A prompt that is too short to select is no row."""
+    monkeypatch.setattr(selected_prompt, "FAR", 192)
+    model, ids, theta = tiny("llama", head_dim=16), prompt(930)[0], 60.0
+    known = {"random-tokens": KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)}
+    document = Document("task", 900, 0, ids[:, :900], ids[:, 900:], question=question)
+    ways = list_prompt_ways([0.0, theta], bits=[16, 8])
+    rows = rows_of(model, document, known, *ways)
+    assert len({way.read for way in ways}) == len(rows) == 8
+    found = {(row["read"], row["criterion"]): float(row["kl"]) for row in rows}
+    kind = "sketch of 1.5 bits prefill"
+    assert found[f"{kind} 0, 0", "dense"] == pytest.approx(0, abs=1e-6)
+    read = 900 - question
+    with torch.no_grad():
+        cache = QAdACache(model, moments="current", token_threshold=0.0, threshold=1.0, prefill_threshold=theta)
+        model(ids[:, :read], **pass_cache(cache))
+        after = model(ids[:, read:-1], **pass_cache(cache)).logits[0, question - 1 :].double().log_softmax(-1)
+        full = model(ids[:, :-1]).logits[0, 899:].double().log_softmax(-1)
+    lost = float((full.exp() * (full - after)).sum(-1).mean())
+    assert lost > 1e-3
+    assert found[f"{kind} 60, 0", "dense"] == pytest.approx(lost, abs=1e-4)
+    assert found[f"{kind} 60 over 8, 0", "dense"] == pytest.approx(lost, rel=0.1)
+    assert found[f"{kind} 0, 4.4", "qada"] != found[f"{kind} 60, 4.4", "qada"]
+    short = replace(document, prompt=ids[:, :300])
+    with pytest.raises(ValueError, match="--prefill 60 selected nothing"):
+        rows_of(model, short, known, *list_prompt_ways([theta]))
 
 
 def test_pieces_of_prose_do_not_overlap(tmp_path: Path) -> None:

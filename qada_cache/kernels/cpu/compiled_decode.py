@@ -126,8 +126,8 @@ class _Bound:
         assert mass is not None
         if rows.derived is None:
             rows.derived = Rows(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
-        out = torch.empty(self._out, dtype=torch.float32, device=states.device)
-        flags = torch.empty(self._flags, dtype=torch.bool, device=states.device)
+        out = mass.new_empty(self._out)  # float32, as is `mass`
+        flags = mass.new_empty(self._flags, dtype=torch.bool)
         decode.query, decode.out, decode.flags = states.data_ptr(), out.data_ptr(), flags.data_ptr()
         decode.rows, decode.threads, self._log_bulk.data = rows.derived, torch.get_num_threads(), mass.data_ptr()
         self._run()
