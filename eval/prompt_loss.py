@@ -11,7 +11,7 @@ with the same likeliest token. `pairs` is the share of all pairs of a query and 
 import argparse
 import itertools
 import sys
-import time
+from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
@@ -20,74 +20,31 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
-from eval.shared.selecting import count_pairs
 from eval.shared.tables import new_file, report
 from eval.shared.texts import CODE, PROSE, read_code, read_prose
-from qada_cache import QAdACache
-from qada_cache.kernels.cpu import selected_prompt
-from qada_cache.versions import pass_cache
-
-LAST = 512  # tokens
-
-
-@torch.inference_mode()
-def read(model: PreTrainedModel, ids: torch.Tensor, threshold: float) -> tuple[torch.Tensor, float, int]:
-    """Log probabilities after the last tokens of a prompt, seconds, and the far pairs that were read."""
-    with count_pairs() as pairs:
-        cache, begin = QAdACache(model, moments="current", prefill_threshold=threshold), time.perf_counter()
-        logits = model(ids, **pass_cache(cache), logits_to_keep=LAST).logits[0]
-    return logits.float().log_softmax(dim=-1), time.perf_counter() - begin, sum(pairs)
-
-
-def count_near_pairs(tokens: int, sinks: int, window: int) -> int:
-    """Of one head, pairs that are computed whatever is selected."""
-    segment, block = selected_prompt.SEGMENT, selected_prompt.BLOCK
-    selecting = selected_prompt.find_selecting(tokens, sinks=sinks, window=window)
-    pairs, first = tokens * (tokens + 1) // 2, -(-sinks // segment) * segment
-    for start in range(selecting.start, selecting.stop, block):
-        far = (start - window + 1) // segment * segment - first
-        pairs -= far * min(block, selecting.stop - start)
-    return pairs
+from qada_cache.tuning.prompts import LAST, PromptFigures, measure_prompt
 
 
 def measure(model: PreTrainedModel, documents: list[torch.Tensor], thresholds: list[float]) -> list[dict[str, Any]]:
     """A row for each threshold."""
-    found: dict[float, list[dict[str, float]]] = {threshold: [] for threshold in thresholds}
-    config, bar = model.config, tqdm(total=len(documents) * (len(thresholds) + 1), unit="prompt")
-    heads, options = config.num_hidden_layers * config.num_attention_heads, QAdACache(model, moments="current").options
-    for ids in documents:
-        full, exact_seconds, _ = read(model, ids, 0.0)
-        bar.update()
-        tokens = ids.shape[1]
-        for threshold in thresholds:
-            told, seconds, pairs = read(model, ids, threshold)
-            bar.update()
-            computed = pairs + heads * count_near_pairs(tokens, options.sink_tokens, options.window)
-            found[threshold].append(
-                {
-                    "kl": float((full.exp() * (full - told)).sum(dim=-1).mean()),
-                    "same": float((full.argmax(dim=-1) == told.argmax(dim=-1)).float().mean()),
-                    "pairs": computed / (heads * tokens * (tokens + 1) / 2),
-                    "seconds": seconds,
-                    "exact_seconds": exact_seconds,
-                }
-            )
-    bar.close()
-    return [summarize(threshold, rows) for threshold, rows in found.items()]
+    readings = (measure_prompt(model, ids, thresholds, moments="current") for ids in documents)
+    found = [list(tqdm(each, total=1 + len(thresholds), unit="prompt")) for each in readings]
+    exact, *every = zip(*found, strict=True)
+    return [summarize(threshold, figures, exact) for threshold, figures in zip(thresholds, every, strict=True)]
 
 
-def summarize(threshold: float, rows: list[dict[str, float]]) -> dict[str, Any]:
+def summarize(threshold: float, figures: Sequence[PromptFigures], exact: Sequence[PromptFigures]) -> dict[str, Any]:
     """Documents in one row."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    kl, top1, pairs, seconds = zip(*figures, strict=True)
     return {
         "threshold": threshold,
-        "documents": len(rows),
-        "kl": f"{mean(columns['kl']):.5f}",
-        "kl_worst": f"{max(columns['kl']):.5f}",
-        "same": f"{mean(columns['same']):.3f}",
-        "pairs": f"{mean(columns['pairs']):.3f}",
-        "seconds": f"{min(columns['seconds']):.2f}",
-        "exact_seconds": f"{min(columns['exact_seconds']):.2f}",
+        "documents": len(figures),
+        "kl": f"{mean(kl):.5f}",
+        "kl_worst": f"{max(kl):.5f}",
+        "same": f"{mean(top1):.3f}",
+        "pairs": f"{mean(pairs):.3f}",
+        "seconds": f"{min(seconds):.2f}",
+        "exact_seconds": f"{min(one.seconds for one in exact):.2f}",
     }
 
 

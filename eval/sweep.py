@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.shared import language_model
-from eval.shared.selecting import expect_selection
+from eval.shared.selecting import check_selected
 from eval.shared.tables import new_file, read, write
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
@@ -104,8 +104,8 @@ class SweepLM(QAdALM):
                 if (theta := variant.prefill) not in held:
                     whole = {"moments": "current", "token_threshold": 0.0}  # heads are read whole
                     held[theta] = QAdACache(self.model, **whole, prefill_threshold=theta)
-                    with expect_selection(theta):
-                        self._forward(held[theta], context[:, :-1], mask[:, :-1], logits_to_keep=1)
+                    self._forward(held[theta], context[:, :-1], mask[:, :-1], logits_to_keep=1)
+                    check_selected(held[theta])
                 twin = held[theta].fork(**options)
                 # HFLM's own: QAdALM's would prefill again.
                 tokens = HFLM._model_generate(self, context, max_length, stop, **pass_cache(twin), **generation_kwargs)

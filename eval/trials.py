@@ -52,7 +52,7 @@ from eval.shared.deciding import (
 )
 from eval.shared.language_model import DEFAULT, HELP, check_loading, find_hflm_source, label, load
 from eval.shared.peers import PEERS, Prefilled
-from eval.shared.selecting import expect_selection, find_prefill_threshold, list_prompt_ways
+from eval.shared.selecting import check_selected, find_prefill_threshold, list_prompt_ways
 from eval.shared.tables import align, new_file, read, write
 from eval.shared.texts import (
     CHAT,
@@ -159,8 +159,8 @@ def run_trial(
             bits, theta = of = find_bulk_bits(way.read), find_prefill_threshold(way.read)
             if of not in held:
                 held[of] = make_exact_cache(model, bulk_bits=bits, prefill_threshold=theta, moments=asked["moments"])
-                with expect_selection(theta):
-                    prefill(model, document, held[of])
+                prefill(model, document, held[of])
+                check_selected(held[of])
             twin, made = try_on(partial(held[of].fork, **asked), at_once=not way.read.startswith(OWN))
             stats = twin.stats()
             # Records have the same bytes in any dtype, tokens beside them do not, and they are counted together.

@@ -14,7 +14,7 @@ from .models.loading import count_positions, load_model
 from .report import report
 from .report.asking import Request
 from .serving import make_folder
-from .tuning import measuring
+from .tuning import measuring, prompts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,11 +89,12 @@ def _make_parser() -> argparse.ArgumentParser:
     add("model", metavar="MODEL", help=which)
     add("--text", type=Path, help="text file to choose by (default: Python's help topics)")
     add("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
-    budget.add_argument("--kl", type=float, help="most KL divergence from reading everything, in nats (default: 0.002)")
+    budget.add_argument("--kl", type=float, default=0.002, help="most KL from reading all, nats (default: 0.002)")
     budget.add_argument("--bytes", type=float, help="instead: most of the bulk's bytes that may be read, e.g. 0.08")
     add("--tokens", type=int, default=4096, help="of each piece of text (default: %(default)s)")
     add("--following", type=int, default=32, help="to decode after each (default: %(default)s)")
     add("--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)")
+    add("--prefill", action="store_true", help="choose a prefill_threshold too, by what prompts lose and take")
     add("--plot", type=Path, help="picture to draw, e.g. tune.png")
 
     add = command("report", _report, deciding, "show what an answer read", tokens=1, new_tokens=1).add_argument
@@ -126,6 +127,8 @@ def _check_options(options: argparse.Namespace) -> None:
             raise IsADirectoryError(f"--{name}: {path} is a folder, name a file in it")
     if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'")
+    if getattr(options, "prefill", False) and options.bytes is not None:
+        raise ValueError("--prefill goes by KL, of which --bytes says nothing: give --kl")
     for name, least in options.least.items():
         if getattr(options, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
@@ -217,29 +220,27 @@ def _report(options: argparse.Namespace) -> None:
 def _tune(options: argparse.Namespace) -> int:
     """Measure on a model and a text what settings of both thresholds lose and read. Choose one within a budget, confirm
     it on other text, and keep it, for QAdACache(model, tuned=True)."""
-    budget = tuning.Budget(0.002 if options.kl is None and options.bytes is None else options.kl, options.bytes)
+    budget = tuning.Budget(options.kl if options.bytes is None else None, options.bytes)
     text = _read_text(options.text, "--text") if options.text else measuring.read_default_text()
     other = _read_text(options.confirm_text, "--confirm-text") if options.confirm_text else None
     model, tokenizer = _load(options, "tokens", "following")
-    sizes, apart = {"tokens": options.tokens, "following": options.following}, options.pieces // 2
-    if other is None:
-        cut = measuring.cut(text, tokenizer, count=options.pieces + apart, **sizes)
-        chosen_by, held_out = measuring.hold_out(cut, apart)
-    else:
-        chosen_by = measuring.cut(text, tokenizer, count=options.pieces, **sizes)
-        held_out = measuring.cut(other, tokenizer, count=apart, **sizes)
+    pieces = measuring.cut_both(text, other, tokenizer, options.pieces, options.tokens, options.following)
     prepare(model, tokenizer)
-    found = tuning.tune(model, chosen_by, held_out, budget)
-    _print_table(tuning.make_rows(found))
-    print(*tuning.write_sentences(found), sep="\n")
+    if options.prefill:
+        prompts.check_selects(model, pieces[0][0].prompt)
+    found = tuning.tune(model, *pieces, budget)
+    _print_table(tuning.make_rows(found), *tuning.write_sentences(found))
+    read = prompts.tune_prompts(model, *pieces, options.kl) if options.prefill else None
+    if read is not None:
+        _print_table(prompts.make_rows(read), *prompts.write_sentences(read))
     if options.plot:
         tuning.plot(found, options.plot)
-    by_hand = "A setting of the table can be given by hand: QAdACache(model, token_threshold=..., threshold=...)"
+    by_hand = "A setting of a table can be given by hand: QAdACache(model, token_threshold=..., threshold=...)"
     if not found.confirmed:
         print(f"Nothing was kept. {by_hand}")
         return 1
     try:
-        path = tuning.keep(model, found)
+        path = tuning.keep(model, found, read)
     except OSError as error:  # a failure after minutes of measuring is no user error
         print(f"The choice cannot be kept ({error}). {by_hand}")
         return 1
@@ -289,11 +290,10 @@ def _store(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_table(rows: list[dict[str, str]]) -> None:
+def _print_table(rows: list[dict[str, str]], *sentences: str) -> None:
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(map(str.rjust, line, widths)))
+    print(*("  ".join(map(str.rjust, line, widths)) for line in lines), *sentences, sep="\n")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class QAdACache(WatchedCache):
             sketch's included, in layers whose heads have multiples of 8 channels, and a sketch is kept. None: 8 for a
             model on a CPU if its tokens are selected in the metric of its queries, else 16.
         prefill_threshold: 0: a first prompt is read exactly. Above: keys are read that get so many times an even share,
-            on CPUs with AVX512-BF16, from some 1,300 tokens on; an estimate stands for others.
+            on CPUs with AVX512-BF16, from some 1,300 tokens on; an estimate stands for others. None: 0, or as `tuned`.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
@@ -86,8 +86,8 @@ class QAdACache(WatchedCache):
             turn, and records the missed attention in `stats().audit`. Outputs stay the same.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
         progress: show a bar with the time left while a prompt of more than a few seconds is read.
-        tuned: take both thresholds, and `bulk_bits` if few, from `qada tune`, which kept them of this model; neither
-            threshold is given then. Without any, or measured under other options, the defaults count, with a warning.
+        tuned: take both thresholds, neither of which is given then, and if None `prefill_threshold` and few
+            `bulk_bits`, as `qada tune` kept them. Without any, or under other options, defaults count, with a warning.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that
@@ -111,7 +111,7 @@ class QAdACache(WatchedCache):
         token_threshold: float = TOKEN_THRESHOLD,
         sketch_bits: float = SKETCH_BITS,
         bulk_bits: int | None = None,
-        prefill_threshold: float = 0.0,
+        prefill_threshold: float | None = None,
         update_moments: bool = True,
         offloading: bool = True,
         device_budget: int | float | str = 0,
@@ -123,9 +123,9 @@ class QAdACache(WatchedCache):
         given = locals()
         model = unwrap_model(model)
         text_config = support.find_text_config(model, config)
-        asked = {name: given[name] for name in DECIDING + LAID_OUT} | {"kernels": choice.resolve_kernels(kernels)}
-        if bulk_bits is None:
-            del asked["bulk_bits"]
+        left_open = [name for name in tuned_choice.LEFT_OPEN if given[name] is None]
+        asked = {name: given[name] for name in DECIDING + LAID_OUT if name not in left_open}
+        asked["kernels"] = choice.resolve_kernels(kernels)
         options = Options(**asked, tuned=tuned)
         support.check_model(model, text_config)
         attention.check_implementation(text_config)
@@ -134,7 +134,7 @@ class QAdACache(WatchedCache):
         tuned_choice.check_left_out(options)
         options = support.resolve_options(options, managed)
         options = support.choose_bits(options, managed) if bulk_bits is None else options
-        self._shared = Shared(tuned_choice.apply_tuned(options, managed, bits_asked=bulk_bits is not None), managed)
+        self._shared = Shared(tuned_choice.apply_tuned(options, managed, left_open), managed)
         self._bar = ReadingBar()
         following = None
         for index in reversed(ours):

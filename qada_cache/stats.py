@@ -12,7 +12,10 @@ from .models.sharding import HeadShard
 from .state import Options
 from .state.layer import QAdALayer
 
-_READ = ("bulk_read_bytes", "resident_hit_bytes", "sketch_read_bytes", "dense_bulk_bytes", "streamed_bytes")
+_READ = (
+    *("bulk_read_bytes", "resident_hit_bytes", "sketch_read_bytes", "dense_bulk_bytes", "streamed_bytes"),
+    *("prompt_pairs", "prompt_read_pairs"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ class CacheStats:
         sketch_read_bytes: bytes of the key sketch read by query-adaptive calls.
         dense_bulk_bytes: bulk bytes of the same calls if every head had read all of its own.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
+        prompt_pairs: pairs of a query and a token up to its own, over query heads and layers, of first prompts (or
+            their first chunks) that were read by selection, under `prefill_threshold`.
+        prompt_read_pairs: those of them that were computed.
         audit: results of audits, None if there were none.
     """
 
@@ -80,6 +86,8 @@ class CacheStats:
     sketch_read_bytes: int
     dense_bulk_bytes: int
     streamed_bytes: int
+    prompt_pairs: int
+    prompt_read_pairs: int
     audit: AuditStats | None
 
     @property
@@ -98,12 +106,18 @@ class CacheStats:
         read = self.bulk_read_bytes + self.resident_hit_bytes + self.sketch_read_bytes
         return read / self.dense_bulk_bytes if self.dense_bulk_bytes else math.nan
 
+    @property
+    def prompt_read_share(self) -> float:
+        """`prompt_read_pairs` over `prompt_pairs`; nan if no prompt was read by selection."""
+        return self.prompt_read_pairs / self.prompt_pairs if self.prompt_pairs else math.nan
+
     def __str__(self) -> str:
+        prompts = f", {self.prompt_read_share:.1%} of the pairs of prompts computed" if self.prompt_pairs else ""
         return (
             f"{self.tokens} tokens, {self.steps} adaptive steps: query heads local {self.sparsity:.1%}, KV heads "
             f"local {self.kv_sparsity:.1%}, {self.read_share:.1%} of the bulk's bytes read; device "
             f"{self.device_bytes / 2**20:.1f} MiB, host {self.host_bytes / 2**20:.1f} MiB, read "
-            f"{self.bulk_read_bytes / 2**20:.1f} MiB"
+            f"{self.bulk_read_bytes / 2**20:.1f} MiB{prompts}"
         )
 
 

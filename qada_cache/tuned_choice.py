@@ -4,6 +4,7 @@ It counts only under the other options of its measurement that outputs depend on
 config and dtype. Caches of a config alone, or of a split model, whose processes see parts of the weights, do without.
 """
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .state import CONDITIONS, DEFAULT_BITS, THRESHOLD, TOKEN_THRESHOLD, Managed
 logger = logging.get_logger(__name__)
 
 KIND = "qada-choice"
+LEFT_OPEN = ("bulk_bits", "prefill_threshold")  # keywords that a setting has too, unless they are given
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,22 @@ class Thresholds:
         return f"token_threshold={self.token_threshold:g}{threshold}"
 
 
+_THRESHOLDS = tuple(each.name for each in fields(Thresholds))
+
+
 def describe(options: Options) -> str:
     """The setting of options that are `tuned`, in words."""
-    few = options.bulk_bits < DEFAULT_BITS
-    return f"{Thresholds.of(options)}" + (f", bulk_bits={options.bulk_bits}" if few else "")
+    bits = f", bulk_bits={options.bulk_bits}" if options.bulk_bits < DEFAULT_BITS else ""
+    prompts = f", prefill_threshold={options.prefill_threshold:g}" if options.prefill_threshold else ""
+    return f"{Thresholds.of(options)}{bits}{prompts}"
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
-    """Keep the thresholds and bits of these options, under which caches were measured, as the model's own. Returns the
+    """Keep what these options have of `Thresholds` and `LEFT_OPEN`, as measured, as the model's own. Returns the
     path. The `figures`, measurements behind the choice, are JSON-able and for people. An OSError if the user's cache
     folder cannot be written to, or is not the user's alone."""
     path = _find_path(model)
-    chosen = asdict(Thresholds.of(options)) | {"bulk_bits": options.bulk_bits}
+    chosen = asdict(Thresholds.of(options)) | {name: getattr(options, name) for name in LEFT_OPEN}
     state = {"chosen": chosen, "under": _list_conditions(options), "figures": figures}
     with files.open_folder(FOLDER, make=True) as folder:
         files.write(path.name, tensor_file.encode(KIND, {}, state), folder=folder)
@@ -68,13 +74,14 @@ def check_left_out(options: Options) -> None:
         )
 
 
-def apply_tuned(options: Options, managed: ManagedModel, *, bits_asked: bool = False) -> Options:
-    """The options with the model's tuned setting if they ask for it, but for the bulk's bits if these were asked for.
-    Without, and with a warning, if none is kept, or the one kept does not count. `check_left_out` comes first."""
+def apply_tuned(options: Options, managed: ManagedModel, left_open: Collection[str] = LEFT_OPEN) -> Options:
+    """The options with the model's tuned setting if they ask for it; of `LEFT_OPEN` those in `left_open` alone, which
+    were not given. Without, and with a warning, if none is kept, or the one kept does not count. `check_left_out` comes
+    first."""
     if not options.tuned or not managed.layers:  # of which there is another warning
         return replace(options, tuned=False)
     try:
-        return replace(options, **_read_kept(options, managed, bits_asked))
+        return replace(options, **_read_kept(options, managed, left_open))
     except FileNotFoundError:
         reason = "qada tune has kept none"
     except (KeyError, TypeError) as error:
@@ -88,9 +95,9 @@ def apply_tuned(options: Options, managed: ManagedModel, *, bits_asked: bool = F
     return replace(options, tuned=False)
 
 
-def _read_kept(options: Options, managed: ManagedModel, bits_asked: bool) -> dict[str, Any]:
-    """The thresholds kept of this model, and the bits of a bulk of few, unless they were asked for. A FileNotFoundError
-    if there are none; a LookupError if they do not count here; other errors if the file cannot be believed."""
+def _read_kept(options: Options, managed: ManagedModel, left_open: Collection[str]) -> dict[str, Any]:
+    """The options kept of this model; of the bulk's bits the fewer. A FileNotFoundError if there are none; a
+    LookupError if they do not count here; other errors if the file cannot be believed."""
     model = managed.get()
     if model is None:
         raise LookupError("a cache built with config= has no weights to find it by")
@@ -107,14 +114,14 @@ def _read_kept(options: Options, managed: ManagedModel, bits_asked: bool) -> dic
     chosen, bits = kept["chosen"], options.bulk_bits
     if bits < min(chosen["bulk_bits"], DEFAULT_BITS):  # beyond the default's nothing is lost
         raise LookupError(f"it was measured with bulk_bits={chosen['bulk_bits']}, and this cache has bulk_bits={bits}")
-    if not bits_asked and options.codes_tokens:
+    if "bulk_bits" in left_open and options.codes_tokens:
         bits = min(bits, chosen["bulk_bits"])
-    return {each.name: chosen[each.name] for each in fields(Thresholds)} | {"bulk_bits": bits}
+    return {name: chosen[name] for name in (*_THRESHOLDS, *left_open)} | {"bulk_bits": bits}
 
 
 def _list_conditions(options: Options) -> dict[str, Any]:
     """The options that a setting was measured under, JSON-able."""
-    chosen = {"bulk_bits", *(each.name for each in fields(Thresholds))}
+    chosen = {*LEFT_OPEN, *_THRESHOLDS}
     found = {name: getattr(options, name) for name in CONDITIONS if name not in chosen}
     current, other = split_sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other

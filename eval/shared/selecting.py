@@ -3,12 +3,10 @@
 A way's `read` says so in front of its bits: "sketch of 1.5 bits prefill 12 over 8, 4.4".
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 from eval.shared.deciding import BOTH, DEFAULT_THETA, Way, split
-from qada_cache.kernels.cpu import selected_prompt
+from qada_cache import QAdACache
 from qada_cache.state import SKETCH_BITS, THRESHOLD
 
 
@@ -30,33 +28,11 @@ def find_prefill_threshold(tokens: str) -> float:
     return float(words[words.index("prefill") + 1]) if "prefill" in words else 0.0
 
 
-@contextmanager
-def count_pairs() -> Iterator[list[int]]:
-    """The pairs of a query and a far key that the kernel reads, for each of its calls: one a layer and row."""
-    pairs: list[int] = []
-    original = selected_prompt.selected_attention
-
-    def count(*given: Any, **told: Any) -> int:
-        pairs.append(original(*given, **told))
-        return pairs[-1]
-
-    selected_prompt.selected_attention = count
-    try:
-        yield pairs
-    finally:
-        selected_prompt.selected_attention = original
-
-
-@contextmanager
-def expect_selection(threshold: float) -> Iterator[None]:
-    """A cache of this `prefill_threshold` reads a prompt meanwhile.
-
-    Raises:
-        ValueError: it is above 0, and no far key was read: a table would show an exact reading in its place.
-    """
-    with count_pairs() as pairs:
-        yield
-    if threshold > 0 and not sum(pairs):
+def check_selected(cache: QAdACache) -> None:
+    """Raise ValueError if a cache with a `prefill_threshold` has read its prompt exactly: a table would show an exact
+    reading in its place."""
+    stats, threshold = cache.stats(), cache.options.prefill_threshold
+    if threshold > 0 and stats.prompt_read_pairs == stats.prompt_pairs:
         raise ValueError(
             f"--prefill {threshold:g} selected nothing: it takes prompts of 1,300 tokens, a model in float32 or "
             "bfloat16 and a CPU with AVX512-BF16; --prefill 0 reads exactly"

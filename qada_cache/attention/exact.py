@@ -37,7 +37,9 @@ def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor)
         if selects:
             told: dict[str, Any] = {"sinks": options.sink_tokens, "window": options.window}
             told["threshold"] = options.prefill_threshold
-            selected_prompt.selected_attention(*own, scaling=query.scaling, out=to, **told)
+            computed = selected_prompt.selected_attention(*own, scaling=query.scaling, out=to, **told)
+            layer.counters.prompt_read_pairs += computed
+            layer.counters.prompt_pairs += heads * own[0].shape[2] * (own[0].shape[2] + 1) // 2
         else:
             prompt.prompt_attention(*own, scaling=query.scaling, causal=True, out=to)
         if not isinstance(real, slice):

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qada_cache import CacheStats, QAdACache, StaticHeads, prepare, tuned_choice
+from qada_cache.prefix_store.filling import keep_as_made
 from qada_cache.tuned_choice import Thresholds
 from qada_cache.versions import pass_cache
 
@@ -122,6 +123,7 @@ class QAdALM(HFLM):
     def __init__(self, pretrained: Any, *positional: Any, cache: str = "qada", **keywords: Any) -> None:
         store = keywords.pop("cache_store", None)
         options, keywords = split_arguments(cache, keywords)
+        options = options if store is None else keep_as_made(options)
         super().__init__(pretrained, *positional, **keywords)
         if self.device.type == "cpu" and hasattr(self, "accelerator"):  # `HFLM` shares requests on GPUs alone
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
@@ -136,8 +138,8 @@ class QAdALM(HFLM):
         self.cache_tuned = tuned_choice.describe(taken) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
         setting = asdict(Thresholds.of(taken))
-        if taken.tuned and store is None:  # a store keeps tokens as the model made them
-            setting["bulk_bits"] = taken.bulk_bits
+        if taken.tuned:
+            setting |= {name: getattr(taken, name) for name in tuned_choice.LEFT_OPEN}
         self._cache_options = {"progress": True} | options | setting | {"tuned": False}
         if store is not None and self.mixed_precision_dtype is not None:
             raise ValueError(f"cache_store={store} keeps keys in the model's dtype: give dtype=, no mixed precision")

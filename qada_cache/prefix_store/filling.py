@@ -13,6 +13,7 @@ from ..sketch import Layout
 from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
 from ..storage.padding import NONE, Padding
+from ..tuned_choice import LEFT_OPEN
 from . import sketches
 from .folder import Layers
 
@@ -21,8 +22,10 @@ Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of e
 
 
 def keep_as_made(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a cache whose bulk is as the model made it, unless they ask for other bits."""
-    return {**options} if options.get("bulk_bits") else {**options, "bulk_bits": BULK_BITS}
+    """Options of a cache whose bulk is as the model made it, of a prompt read exactly, unless they ask for other bits
+    or a `prefill_threshold`: a tuned setting of these is left out."""
+    asked = {name: value for name, value in options.items() if value is not None or name not in LEFT_OPEN}
+    return {"bulk_bits": BULK_BITS, "prefill_threshold": 0.0, **asked}
 
 
 def list_layers(cache: QAdACache) -> list[QAdALayer]:

@@ -73,7 +73,7 @@ class Options:
     current_moments: bool = True  # whether these include the moments of the prompt being read
     other_moments: KeyMoments | None = None  # those of another prompt that they include
     query_energies: Tensor | None = None  # of the model [layers, kv_heads, dim], None if they are not known
-    # Whether `threshold`, `token_threshold` and perhaps `bulk_bits` are those that `qada tune` kept of the model.
+    # Whether both thresholds, perhaps `bulk_bits` and `prefill_threshold` too, are those that `qada tune` kept.
     tuned: bool = field(default=False, metadata={"check": _FLAG})
 
     def __post_init__(self) -> None:

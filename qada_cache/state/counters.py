@@ -24,6 +24,8 @@ class Counters:
     sketch_read_bytes: int | Tensor = 0
     dense_bulk_bytes: int = 0
     streamed_bytes: int = 0
+    prompt_pairs: int = 0
+    prompt_read_pairs: int = 0
     # float64 [5], sums over audited decisions of query heads: all; truly long-context; of these, found; called
     # long-context; missed attention. None before the first.
     audited: Tensor | None = None

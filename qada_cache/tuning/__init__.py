@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -14,28 +14,16 @@ from ..cache import QAdACache
 from ..sketch import MIN_TOKENS
 from ..state import THRESHOLD, TOKEN_THRESHOLD
 from ..tuned_choice import Thresholds
+from .estimates import Estimate, estimate
 from .measuring import Figures, Piece, measure
+from .prompts import PromptOutcome
 
-# 95% quantiles of Student's t, by degrees of freedom from 1 on; beyond the table the last one serves, which is larger.
-_T_95 = (
-    *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
-    *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
-)
 SETTINGS = (  # from the most careful on; where few tokens are read, local heads save what is left, the sketch
     *map(Thresholds, (1.0, 2.0, 3.0, TOKEN_THRESHOLD, 8.0)),
     *(Thresholds(*pair) for pair in ((12.0, 0.7), (16.0, 0.4), (20.0, 0.3))),
 )
 FEWEST_BITS = 4  # of a bulk, which are tried for the choice
 MIN_PROMPT_TOKENS = MIN_TOKENS + 256  # of a prompt: with fewer the bulk is read whole
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The mean over a text, estimated from pieces of it by Student's t, and its interval of 90%."""
-
-    mean: float  # of the pieces
-    low: float  # the true mean lies below with a probability of 5%
-    high: float  # the true mean lies below with a probability of 95%
 
 
 @dataclass(frozen=True)
@@ -78,15 +66,6 @@ class Budget:
         """The best by the figure without a budget, of those whose upper end is within the budget; None if none is."""
         within = [setting for setting in settings if self.is_within(setting, "high")]
         return min(within, key=lambda one: (one.kl if self.kl is None else one.bytes_read).mean, default=None)
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """The mean over a text, not negative, from one value a piece; one piece says nothing of the error."""
-    mean = fmean(values)
-    if len(values) < 2:
-        return Estimate(mean, 0.0, math.inf)
-    error = _T_95[min(len(values) - 2, len(_T_95) - 1)] * stdev(values) / math.sqrt(len(values))
-    return Estimate(mean, max(0.0, mean - error), mean + error)
 
 
 def summarize(thresholds: Thresholds | None, figures: Sequence[Figures], bulk_bits: int | None = None) -> Setting:
@@ -142,12 +121,17 @@ def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Pie
     return Outcome(everything, settings, budget, chosen, again, len(pieces), len(held_out), tokens, following)
 
 
-def keep(model: PreTrainedModel, outcome: Outcome) -> Path:
-    """Keep the choice that was made with the model's key moments, as `tuned_choice.keep`."""
-    figures = asdict(outcome)
+def keep(model: PreTrainedModel, outcome: Outcome, prompts: PromptOutcome | None) -> Path:
+    """Keep the choice that was made with the model's key moments, and what is recommended for prompts, as
+    `tuned_choice.keep`."""
+    figures, threshold = asdict(outcome), 0.0
     del figures["settings"]
+    if prompts is not None:
+        figures["prompts"], threshold = asdict(prompts), prompts.recommended
+        del figures["prompts"]["settings"]
     chosen = figures["chosen"]
-    options = replace(QAdACache(model, bulk_bits=chosen["bulk_bits"]).options, **chosen["thresholds"])
+    cache = QAdACache(model, bulk_bits=chosen["bulk_bits"], prefill_threshold=threshold)
+    options = replace(cache.options, **chosen["thresholds"])
     return tuned_choice.keep(model, options, figures)
 
 

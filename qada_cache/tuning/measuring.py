@@ -66,6 +66,17 @@ def hold_out(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]
     return [piece for place, piece in enumerate(pieces) if place not in places], apart
 
 
+def cut_both(
+    text: str, other: str | None, tokenizer: PreTrainedTokenizerBase, count: int, tokens: int, following: int
+) -> tuple[list[Piece], list[Piece]]:
+    """`count` pieces to choose by, and half as many to confirm by, from the other text or, without one, held out.
+    Sizes and errors as for `cut`."""
+    few, sizes = count // 2, {"tokens": tokens, "following": following}
+    if other is None:
+        return hold_out(cut(text, tokenizer, count=count + few, **sizes), few)
+    return cut(text, tokenizer, count=count, **sizes), cut(other, tokenizer, count=few, **sizes)
+
+
 class Figures(NamedTuple):
     """Figures of one setting on one piece."""
 

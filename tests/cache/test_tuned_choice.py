@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 from transformers.utils.logging import warning_once
 
-from qada_cache import QAdACache, StaticHeads, prepare, tuned_choice
+from qada_cache import PrefixStore, QAdACache, StaticHeads, prepare, tuned_choice
 from qada_cache.files import tensor_file
 from qada_cache.models.sharding import HeadShard
 from qada_cache.state import CONDITIONS, DECIDING, LAID_OUT, THRESHOLD, TOKEN_THRESHOLD
@@ -158,6 +158,29 @@ def test_fewer_bits_than_it_was_measured_with(caplog: pytest.LogCaptureFixture) 
     assert "it was measured with bulk_bits=8, and this cache has bulk_bits=4" in caplog.text
 
 
+def test_prompts_are_read_as_tuned_unless_a_cache_says_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store's caches leave it out, as they leave few bits out; what others have read so it does not keep."""
+    model, store = tiny(), PrefixStore(tmp_path / "prompts")
+    kept(model, prefill_threshold=12.0)
+    assert tuned(model).options.prefill_threshold == 12.0
+    assert tuned_choice.describe(tuned(model).options) == "token_threshold=8, prefill_threshold=12"
+    assert QAdACache(model).options.prefill_threshold == 0.0
+    for own in (0, 4.4):
+        cache = tuned(model, prefill_threshold=own)
+        assert (cache.options.prefill_threshold, *goes_by(cache)) == (own, 8.0, True)
+    cache = store.cache(model, [1, 2, 3], tuned=True)
+    assert (cache.options.prefill_threshold, *goes_by(cache)) == (0.0, 8.0, True)
+    cache = tuned(model, bulk_bits=16)
+    with torch.no_grad():
+        model(prompt(30)[0], **pass_cache(cache))
+    with pytest.raises(NotImplementedError, match=r"\(prefill_threshold=12\).*: use prefill_threshold=0"):
+        store.keep(cache, prompt(30)[0])
+    assert cache.fork(threshold=0.5).options.prefill_threshold == 12.0
+    assert caplog.text == ""
+
+
 def test_every_option_that_outputs_depend_on_is_a_condition() -> None:
     """The others are named here, so that a new one is a condition until it is said not to be."""
     keywords = {name for name in inspect.signature(QAdACache).parameters if name not in ("model", "config", "tuned")}
@@ -207,6 +230,7 @@ def of_format(version: str) -> Callable[[Path], None]:
         ),
         (rewritten(lambda state: state["chosen"].update(token_threshold=-1)), "must be finite and not negative"),
         (rewritten(lambda state: state["chosen"].update(threshold=2)), "threshold must be in [0, 1], got 2"),
+        (rewritten(lambda state: state["chosen"].pop("prefill_threshold")), "does not hold what this version keeps"),
         (rewritten(lambda state: state["chosen"].pop("threshold")), "does not hold what this version keeps"),
         (rewritten(lambda state: state.update(chosen=None)), "does not hold what this version keeps"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -64,6 +65,18 @@ def by_reference(call: list[Tensor], **options: Any) -> tuple[Tensor, list[float
     return torch.stack([out for out, _ in found])[None], [share for _, shares in found for share in shares]
 
 
+def count_pairs(tokens: int, shares: list[float], *, sinks: int = 16, window: int = 112) -> float:
+    """Those that are computed of four heads, block by block: all of a query and the tokens up to its own but the share
+    of far ones that a block leaves out."""
+    first, pairs, shares = -(-sinks // 64) * 64, 4 * tokens * (tokens + 1) / 2, shares.copy()
+    for _ in range(4):
+        for start in range(first + LEAST + window - 1, tokens - window, 66):
+            queries = min(start + 66, tokens - window) - start
+            pairs -= (1 - shares.pop(0)) * queries * ((start - window + 1) // 64 * 64 - first)
+    assert not shares
+    return pairs
+
+
 @pytest.mark.parametrize("sizes", [{}, {"sinks": 0, "window": 1}, {"sinks": 70, "window": 200}], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "dim", "value_dim"), [(900, 64, 64), (1001, 80, 48), (830, 128, 128), (4700, 4, 16)]
@@ -79,8 +92,7 @@ def test_as_float64_computes_it(tokens: int, dim: int, value_dim: int, sizes: di
     off = (out - wanted).abs().amax(dim=-1)
     assert off.quantile(0.97) < 2e-3 * float(wanted.std())
     assert off.max() < 0.3 * float(wanted.std())
-    far = [(start - sizes.get("window", 112) + 1) // 64 * 64 for start in range(0, tokens)]
-    assert 0 < pairs < 4 * sum(far)
+    assert pairs == pytest.approx(count_pairs(tokens, shares, **sizes), rel=1e-3)
 
 
 def test_what_is_lost_without_an_estimate_and_with_it() -> None:
@@ -178,9 +190,14 @@ def test_rows_of_a_batch(side: str) -> None:
     found = attend_to_prompt(layer, query, key, value)
     assert found is not None
     assert torch.equal(found.any(dim=-1).any(dim=-1), valid)
+    computed = 0
     for row, real in enumerate(valid):
         call = [each[row : row + 1, :, real] for each in (states, key, value)]
-        assert torch.equal(found[row : row + 1, real].transpose(1, 2), attend(call)[0])
+        out, pairs = attend(call)
+        assert torch.equal(found[row : row + 1, real].transpose(1, 2), out)
+        computed += pairs
+    assert layer.counters.prompt_read_pairs == computed
+    assert layer.counters.prompt_pairs == sum(4 * real * (real + 1) // 2 for real in valid.sum(dim=1).tolist())
 
 
 @torch.no_grad()
@@ -188,11 +205,18 @@ def test_in_a_cache() -> None:
     """0, the default, is exact; a low threshold as near to it as rounding; a higher one is not, and is near."""
     model, ids = tiny("llama", head_dim=16), words(900)[0]
     plain = forced(model, ids, [900], DynamicCache(config=model.config))
-    logits = [forced(model, ids, [900], exact(model, prefill_threshold=theta)) for theta in (0.0, 1e-9, THETA)]
+    caches = [exact(model, prefill_threshold=theta) for theta in (0.0, 1e-9, THETA)]
+    logits = [forced(model, ids, [900], cache) for cache in caches]
     assert QAdACache(model, moments="current").options.prefill_threshold == 0
     assert (logits[0] - plain).abs().max() < 1e-4
     assert (logits[1] - plain).abs().max() < 1e-4
     assert 1e-3 < (logits[2] - plain).abs().mean() < 0.2 * float(plain.std())
+    stats = [cache.stats() for cache in caches]
+    assert [each.prompt_pairs for each in stats] == [0, *[2 * 4 * 900 * 901 // 2] * 2]  # layers, heads
+    assert math.isnan(stats[0].prompt_read_share)
+    assert 0.2 < stats[2].prompt_read_share < stats[1].prompt_read_share <= 1
+    assert str(stats[2]).endswith(f", {stats[2].prompt_read_share:.1%} of the pairs of prompts computed")
+    assert "pairs" not in str(stats[0])
 
 
 @torch.no_grad()

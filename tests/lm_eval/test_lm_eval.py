@@ -217,18 +217,21 @@ def test_results_name_what_qada_tune_kept() -> None:
         assert other._make_cache().options.token_threshold == token_threshold
 
 
-def test_what_qada_tune_kept_in_few_bits(tmp_path: Path, default_bits: None) -> None:
-    """Taken, but where a store keeps tokens as the model made them."""
+def test_what_qada_tune_kept_in_few_bits_and_of_prompts(tmp_path: Path, default_bits: None) -> None:
+    """Taken, but where a store keeps tokens as the model made them, of prompts read exactly."""
     model = needle_lm().model
-    path = tuned_choice.keep(model, replace(QAdACache(model, bulk_bits=4).options, token_threshold=8.0), {})
+    options = QAdACache(model, bulk_bits=4, prefill_threshold=12.0).options
+    path = tuned_choice.keep(model, replace(options, token_threshold=8.0), {})
     try:
         lms = [needle_lm(cache_tuned=True, cache_store=store) for store in (None, str(tmp_path / "store"))]
     finally:
         path.unlink()
     few = 4 if QAdACache(model).options.codes_tokens else 16
-    for lm, bits in zip(lms, (few, 16), strict=True):
+    for lm, bits, prompts in zip(lms, (few, 16), (12.0, 0.0), strict=True):
         assert lm._cache_options["token_threshold"] == 8.0
-        assert lm._cache_options.get("bulk_bits", 16) == bits
+        assert lm._cache_options["bulk_bits"] == bits
+        assert lm._cache_options["prefill_threshold"] == lm._make_cache().options.prefill_threshold == prompts
+        assert ("prefill_threshold=12" in lm.cache_tuned) == (prompts == 12.0)
 
 
 def test_short_texts_have_no_sparsity() -> None:

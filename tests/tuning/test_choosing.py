@@ -7,7 +7,8 @@ import math
 import pytest
 
 from qada_cache.tuned_choice import Thresholds
-from qada_cache.tuning import _T_95, Budget, Estimate, Setting, estimate, summarize
+from qada_cache.tuning import Budget, Setting, summarize
+from qada_cache.tuning.estimates import _T_95, Estimate, estimate
 from qada_cache.tuning.measuring import Figures
 
 

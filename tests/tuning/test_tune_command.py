@@ -17,6 +17,7 @@ from qada_cache import QAdACache, tuning
 from qada_cache.__main__ import main
 from qada_cache.kernels import cpu
 from qada_cache.key_moments.prompts import ARTICLE
+from qada_cache.tuning import prompts
 from qada_cache.tuning.measuring import Figures, Piece
 
 SIZES = ["--tokens", "1400", "--following", "3", "--pieces", "2"]
@@ -79,6 +80,57 @@ def test_a_choice_is_said_kept_and_taken(
         assert "qada tune" not in capsys.readouterr().out
     assert main([*arguments, "--tuned", "--token-threshold", "5"]) == 1
     assert "tuned=True takes token_threshold and threshold from qada tune" in capsys.readouterr().err
+
+
+def of_prompts(model: Any, ids: Any, thresholds: Any, **options: Any) -> Iterator[prompts.PromptFigures]:
+    """Figures of no clock: the bolder, the faster, and the more is lost."""
+    yield prompts.PromptFigures(0.0, 1.0, 1.0, 10.0)
+    yield from (prompts.PromptFigures(theta, 0.99, 0.5, 9.5 - theta / 10) for theta in thresholds)
+
+
+def run_prefill(named: tuple[str, str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """On processors without the kernel as well; of tokens the first setting is enough."""
+    monkeypatch.setattr(prompts, "check_selects", lambda model, prompt: None)
+    monkeypatch.setattr(prompts, "measure_prompt", of_prompts)
+    monkeypatch.setattr(tuning, "SETTINGS", tuning.SETTINGS[:1])
+    return run(named, "--prefill", *arguments)
+
+
+def test_a_threshold_for_prompts_is_kept_and_taken(
+    named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless a cache names its own, and until it is tuned without it."""
+    assert run_prefill(named, monkeypatch, "--kl", "13") == 0
+    said = capsys.readouterr().out
+    table = [line.split() for line in said.splitlines() if re.match(r" +(exactly read|4.4|12|30)  +\d+\.\d{5} ", line)]
+    assert [(row[0], row[-1]) for row in table] == [
+        ("exactly", "1.00"),
+        ("4.4", "0.91"),
+        ("12", "0.83"),
+        ("30", "0.65"),
+    ]
+    assert "On 1 held-out prompts prefill_threshold=12 has KL 12.00000" in said
+    assert "It is recommended for prompts of 1400 tokens." in said
+    model = AutoModelForCausalLM.from_pretrained(named[0])
+    assert QAdACache(model).options.prefill_threshold == 0.0
+    assert QAdACache(model, tuned=True).options.prefill_threshold == 12.0
+    for own in (0.0, 3.0):
+        options = QAdACache(model, tuned=True, prefill_threshold=own).options
+        assert (options.prefill_threshold, options.tuned) == (own, True)
+    assert main(["profile", "--model", named[0], "--prompt-tokens", "300", "--new-tokens", "2", "--tuned"]) == 0
+    assert "kept: token_threshold=1, prefill_threshold=12\n" in capsys.readouterr().out
+    assert run(named, "--kl", "50") == 0
+    assert "prefill_threshold" not in capsys.readouterr().out
+    assert QAdACache(model, tuned=True).options.prefill_threshold == 0.0
+
+
+def test_no_threshold_for_prompts_leaves_the_rest(
+    named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_prefill(named, monkeypatch, "--kl", "4") == 0
+    assert "No prefill_threshold is recommended: none is surely within" in capsys.readouterr().out
+    options = QAdACache(AutoModelForCausalLM.from_pretrained(named[0]), tuned=True).options
+    assert (options.token_threshold, options.prefill_threshold, options.tuned) == (1.0, 0.0, True)
 
 
 @pytest.mark.skipif(not cpu.has_compiler(), reason="without a compiler the default bulk has 16 bits")
@@ -180,6 +232,11 @@ def test_an_interrupted_run_keeps_nothing(
         (["{}", "--following", "0"], "--following must be at least 1, got 0"),
         (["{}", "--pieces", "1"], "--pieces must be at least 2, got 1"),
         (["{}", "--kl", "0"], "--kl must be positive and finite, got 0.0"),
+        (["{}", "--prefill", "--bytes", "0.1"], "--prefill goes by KL, of which --bytes says nothing: give --kl"),
+        (
+            ["{}", "--prefill", "--tokens", "1300", "--pieces", "2", "--text", "{}/text.txt"],
+            "a prompt of 1300 tokens is read exactly",
+        ),
         (["{}", "--bytes", "8"], r"--bytes must be a share in \(0, 1\], got 8.0"),
         (["{}", "--plot", "/nowhere/x.png"], "--plot: there is no folder /nowhere"),
     ],

@@ -54,6 +54,11 @@ def find_selecting(tokens: int, *, sinks: int, window: int) -> slice:
     return slice(start, max(start, tokens - window))
 
 
+def find_fewest(*, sinks: int, window: int) -> int:
+    """The tokens of the shortest prompt of which a query selects."""
+    return find_selecting(0, sinks=sinks, window=window).start + window + 1
+
+
 def selected_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, window: int, out: Tensor
 ) -> int:
@@ -68,23 +73,24 @@ def selected_attention(
         sinks, window: tokens, the query's own included.
         out: the query's dtype or float32 `[1, heads, tokens, value_dim]`, written.
 
-    Returns the pairs of a query and a far key that were read. MemoryError as `prompt.prompt_attention`.
+    Returns the pairs of a query and a key that were computed, of `heads * tokens * (tokens + 1) / 2`. MemoryError as
+    `prompt.prompt_attention`.
     """
-    tokens, group = query.shape[2], query.shape[1] // key.shape[1]
+    heads, tokens = query.shape[1:3]
+    group, pairs = heads // key.shape[1], heads * tokens * (tokens + 1) // 2
     selecting = find_selecting(tokens, sinks=sinks, window=window)
     if selecting.start >= selecting.stop:
         prompt.prompt_attention(query, key, value, scaling=scaling, causal=True, out=out)
-        return 0
+        return pairs
     for exact in (slice(0, selecting.start), slice(selecting.stop, tokens)):
         seen = key[:, :, : exact.stop], value[:, :, : exact.stop]
         prompt.prompt_attention(query[:, :, exact], *seen, scaling=scaling, causal=True, out=out[:, :, exact])
-    read = torch.zeros((), dtype=torch.int64, device="cpu")
     for head in range(key.shape[1]):
-        heads = slice(head * group, (head + 1) * group)
-        one = query[0, heads, selecting], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
+        asking = slice(head * group, (head + 1) * group)
+        one = query[0, asking, selecting], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
         told: dict[str, Any] = {"scaling": scaling, "threshold": threshold, "first": _round_up(sinks), "window": window}
-        _attend_to_head(*one, start=selecting.start, out=out[0, heads, selecting], read=read, **told)
-    return int(read)
+        pairs -= _attend_to_head(*one, start=selecting.start, out=out[0, asking, selecting], **told)
+    return pairs
 
 
 def _round_up(tokens: int) -> int:
@@ -102,8 +108,8 @@ def _attend_to_head(
     scaling: float,
     threshold: float,
     out: Tensor,
-    read: Tensor,
-) -> None:
+) -> int:
+    """Returns the pairs of a query and a far key that were not read."""
     queries, (tokens, dim), value_dim = query.shape[1], key.shape, value.shape[1]
     starts = torch.arange(start, start + queries, BLOCK, device="cpu")
     counts = (starts - window + 1) // SEGMENT - first // SEGMENT  # far segments of each block
@@ -113,7 +119,8 @@ def _attend_to_head(
     codes, steps = _round(keys - centres.float().unsqueeze(1))
     words = codes.to(torch.int8).view(torch.int32).transpose(1, 2).contiguous()
     corrections = (-128 * codes.sum(dim=-1)).to(torch.int32)
-    made = centres, words, corrections, steps, *_average(keys, values, counts)
+    far_pairs = query.shape[0] * int((counts * SEGMENT * (start + queries - starts).clamp_max(BLOCK)).sum())
+    made, read = (centres, words, corrections, steps, *_average(keys, values, counts)), torch.zeros_like(counts[0])
     kernel = prompt.build(dim, value_dim, key.dtype, SOURCE, Call)
     assert kernel is not None
     call = Call(
@@ -123,6 +130,7 @@ def _attend_to_head(
         *(out.dtype == torch.bfloat16, torch.get_num_threads(), scaling, threshold),
     )
     kernel.prompt_attention(ctypes.byref(call))
+    return far_pairs - int(read)
 
 
 def _round(vectors: Tensor) -> tuple[Tensor, Tensor]:
