@@ -232,7 +232,7 @@ def _tune(options: argparse.Namespace) -> int:
     _print_table(tuning.make_rows(found), *tuning.write_sentences(found))
     read = prompts.tune_prompts(model, *pieces, options.kl) if options.prefill else None
     if read is not None:
-        _print_table(prompts.make_rows(read), *prompts.write_sentences(read))
+        _print_table(prompts.make_table(read), *prompts.write_sentences(read))
     if options.plot:
         tuning.plot(found, options.plot)
     by_hand = "A setting of a table can be given by hand: QAdACache(model, token_threshold=..., threshold=...)"

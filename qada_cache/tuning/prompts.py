@@ -138,7 +138,7 @@ def summarize(threshold: float, figures: Sequence[PromptFigures], exact: Sequenc
     return PromptSetting(threshold, estimate(kl), fmean(top1), fmean(pairs), median(seconds), median(times))
 
 
-def make_rows(outcome: PromptOutcome) -> list[dict[str, str]]:
+def make_table(outcome: PromptOutcome) -> list[dict[str, str]]:
     """The settings as a table; its first row reads exactly."""
     return [
         {

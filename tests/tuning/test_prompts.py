@@ -138,5 +138,5 @@ def test_prompts_together() -> None:
     assert (found.threshold, found.kl.mean, found.top1) == (12.0, pytest.approx(0.2), pytest.approx(0.8))
     assert (found.pairs, found.seconds, found.time) == (pytest.approx(0.3), 3.6, 0.6)
     assert not math.isinf(found.kl.high)
-    row = prompts.make_rows(outcome(None, None, found))[1]
+    row = prompts.make_table(outcome(None, None, found))[1]
     assert (row["prefill_threshold"], row["pairs computed"], row["of exact"]) == ("12", "30.0%", "0.60")
