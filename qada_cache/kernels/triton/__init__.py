@@ -1,9 +1,10 @@
 """Triton kernels for GPUs: one decode step of one layer in three or four, without a word between host and device.
 
 `local_kernel` computes local attention and decides, `bulk_kernel` reads the bulk of KV heads that need it, in splits,
-`merge_kernel` puts the parts together. With a sketch, `estimate_kernel` estimates all scores of the bulk. Instead of
-`bulk_kernel`, `selected_kernel` then reads the selected tokens and sums the estimates of the others, and `merge_kernel`
-adds the expected value of unread tokens. Bulks of records take the same four, whether or not tokens are selected.
+`merge_kernel` puts the parts together. With a sketch, `local_kernel` also prepares queries for each segment, and
+`estimate_kernel` estimates all scores of the bulk. Instead of `bulk_kernel`, `selected_kernel` then reads the selected
+tokens and sums the estimates of the others, and `merge_kernel` adds the expected value of unread tokens. Bulks of
+records take the same four, whether or not tokens are selected.
 
 The launches depend on shapes alone: flags, lengths and selections stay on the device, programs of local heads return at
 once, and a CUDA graph can hold all of it. The bulk may be pinned host memory, read in place over the bus. A byte that
@@ -19,11 +20,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ...sketch import BITS, LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
+from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
 from ...sketch.coded import Records, find_block
 from ..operands import Operands, Query, Rows, check
+from .estimate_kernels import NUMBERS, estimate_kernel
 from .kernels import bulk_kernel, local_kernel, merge_kernel
-from .sketch_kernels import estimate_kernel, selected_kernel
+from .sketch_kernels import selected_kernel
 
 SPLIT_TOKENS = (
     256  # a split of a bulk has at least about this many tokens, as its result must be written and read again
@@ -32,14 +34,19 @@ MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU;
 # as one that followed the capacity would be compiled anew when the bulk grows
 SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
-UNPACKED_BYTES = 4096  # of words in the registers of a program, a byte a value, and of no more tokens than make:
-ESTIMATES = 2048
+ESTIMATE_HEADS = 8  # query heads whose scores are estimated at once
+ESTIMATES = 1024  # scores that are
+UNPACKED_BYTES = 4096  # of records in the registers of a program, a byte a value
 RECORD_SCORES = 1024  # of tokens whose records are read at once
-TURNS = 2  # in which the tokens of a segment are estimated, mostly by different programs; a power of two
+TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
 SLOPE_COLUMNS = 32  # of what values gain along a query, at once
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 # Terms of 8 bits each that attention's weights are rounded to where records hold the values, by the dtype of outputs.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+# Registers of a thread. Told how many it may take, the assembler spills none for the sake of more programs at once.
+SELECTED_REGISTERS = 128  # for four programs at once, as shared memory admits
+RECORD_REGISTERS = {4: 168, 8: 128}  # by warps, for three or two
+MOST_REGISTERS = 255  # where fewer would spill, or programs are few
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
@@ -50,18 +57,19 @@ def _pad(size: int) -> int:
 
 
 def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
-    """What `selected_kernel` is to know of records, and how many warps it takes."""
+    """What `selected_kernel` is to know of records, and how many warps and registers it takes."""
     if records is None:
-        return dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0) | {"num_warps": 4}
+        nothing = dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0)
+        return nothing | {"num_warps": 4, "maxnreg": SELECTED_REGISTERS}
     layout, values = records.layout, max(sizes["BLOCK_D"], sizes["BLOCK_V"])
     # Planes of one bit begin at whole words, as all then do, or at whole bytes.
     unit = WORD_BITS if layout.dim % WORD_BITS == layout.value_dim % WORD_BITS == 0 else 8
     found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": layout.size, "UNIT": unit}
-    found |= {
-        "TERMS": TERMS[dtype],
-        "num_warps": 4 if values < 256 else 8,
-    }  # with fewer, registers spill, or with more:
-    return found | {"BLOCK_R": max(16, min(64, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
+    warps = 4 if values < 256 else 8
+    found |= {"TERMS": TERMS[dtype], "num_warps": warps, "maxnreg": RECORD_REGISTERS[warps]}
+    if TERMS[dtype] > 1 or (layout.key_bits > 4 and (warps > 4 or sizes["G"] == 1)):
+        found["maxnreg"] = MOST_REGISTERS
+    return found | {"BLOCK_R": max(16, min(32, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
 
 
 def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
@@ -104,60 +112,60 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     )
     if records is None and capacity < MIN_TOKENS:
         sketch = None  # there is no room for a bulk that has one
-    # What `local_kernel` leaves for the choice: the number of tokens in each bulk.
-    tokens = None if sketch is None else bulk_lengths.new_empty(batch, kv_heads)
+    # What `local_kernel` leaves for the choice: the number of tokens in each bulk, and queries as codes meet them.
     noises = [getattr(sketch, name, None) for name in ("noise", "variances")]
+    coding = [getattr(sketch, name, None) for name in ("centres", "order", "weights")]
     values_of_unread = [getattr(sketch, name, None) for name in ("mean_value", "slopes", "slope_units")]
-    sums = unread = None
+    tokens = prepared = exact = turned = errors = sums = unread = None
+    segments, words, queries = 0, (0, 0, 0), triton.next_power_of_2(group)
+    sketch_bytes = (0, 0, 0)
+    if sketch is not None:
+        layout, segments, sketch_bytes = sketch.layout, sketch.units.shape[2], sketch.byte_counts
+        words, errors, sketch_room = layout.words, layout.find_errors(states.device), sketch.scales.shape[2]
+        # Of whole blocks, and as many for every split.
+        scan = min(SCAN_TOKENS, SCAN_SCORES // queries)
+        room = splits * triton.cdiv(triton.cdiv(capacity, scan), splits) * scan
+        kinds = 1 if records is None else 2  # of scores: what tokens are expected to weigh; what codes say
+        estimates = states.new_empty(kinds, batch, heads, room, dtype=torch.float32)
+        if records is not None:
+            exact, turned = estimates[1], states.new_empty(batch, heads, dim + 1, dtype=torch.int32)
+        tokens = bulk_lengths.new_empty(batch, kv_heads)
+        rows_of_words = layout.coded // 4 * kinds + NUMBERS.value
+        prepared = states.new_empty(batch, kv_heads, segments, rows_of_words, queries, dtype=torch.int32)
+        index = states.new_empty(batch, kv_heads, room, dtype=torch.int32)
+        sums = states.new_empty(batch, heads, 4, splits, dtype=torch.float32)
+        unread = states.new_empty(batch, heads, 2, splits, dtype=torch.float32)
+    segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "MIN_TOKENS": MIN_TOKENS, "BLOCK_Q": queries}
+    segment_sizes |= dict(zip(("FOURS", "TWOS", "ONES"), words, strict=True))
     bulk_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
     with torch.cuda.device_of(states):  # Triton launches on the current device
-        local_kernel[(kv_heads, batch)](
+        local_kernel[(kv_heads, batch, 1 + segments)](
             states, layer.near_keys, layer.near_values, local, pending, bulk_lengths, decided, log_bulk,
-            parts, lse, flags, layer.bulk_read_bytes if sketch is None else None, layer.resident_pointers,
-            layer.resident_hit_bytes, tokens, *noises,
+            parts, lse, flags, layer.bulk_read_bytes if sketch is None else None,
+            None if sketch is None else layer.sketch_read_bytes, layer.resident_pointers,
+            layer.resident_hit_bytes, tokens, *noises, prepared, turned, errors, *coding, record_weights,
             *layer.near_keys.stride()[:3], *layer.near_values.stride()[:3], local.stride(0), pending.stride(0),
             bulk_lengths.stride(0), decided.stride(0), log_bulk.stride(0), rows.columns, 1 + splits, scaling,
             layer.logit_threshold, 2 * selection.UNRELIABLE / scaling**2, selection.NOISE_SHARE,
-            MIN_TOKENS if layer.token_threshold > 0 else NEVER,
-            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, **sizes,
+            MIN_TOKENS if layer.token_threshold > 0 else NEVER, segments,
+            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, TURNED=find_block(dim),
+            **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
+            **segment_sizes, **sizes, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
         if sketch is not None:
-            # Of whole blocks, and as many for every split.
-            scan = min(SCAN_TOKENS, SCAN_SCORES // triton.next_power_of_2(group))
-            room = splits * triton.cdiv(triton.cdiv(capacity, scan), splits) * scan
-            kinds = 1 if records is None else 2  # of scores: what tokens are expected to weigh; what codes say
-            estimates = states.new_empty(kinds, batch, heads, room, dtype=torch.float32)
-            exact = turned = None
-            if records is not None:
-                exact, turned = estimates[1], states.new_empty(batch, heads, dim + 1, dtype=torch.int32)
-            index = states.new_empty(batch, kv_heads, room, dtype=torch.int32)
-            sums = states.new_empty(batch, heads, 4, splits, dtype=torch.float32)
-            unread = states.new_empty(batch, heads, 2, splits, dtype=torch.float32)
-            turn, layout = SEGMENT_TOKENS // TURNS, sketch.layout
-            fours, twos, ones = layout.words
-            # Products of 8-bit integers take at least 32 values.
-            blocks = [max(bits, triton.next_power_of_2(words)) for bits, words in zip(BITS, layout.words, strict=True)]
-            values = max(block * WORD_BITS // bits for block, bits in zip(blocks, BITS, strict=True))
-            token, segment, head = sketch.byte_counts
+            at_once = min(queries, ESTIMATE_HEADS)
             estimate_kernel[(splits, kv_heads, batch)](
-                states, layout.find_errors(states.device), sketch.codes, sketch.scales, sketch.units, sketch.centres,
-                sketch.order, sketch.weights, record_weights,
-                bulk_lengths, tokens, flags, estimates, exact, turned, sums, layer.sketch_read_bytes,
-                bulk_lengths.stride(0), sketch.scales.shape[2], sketch.units.shape[2], room, scaling,
-                FOURS=fours, TWOS=twos, ONES=ones,
-                BLOCK_FOURS=blocks[0], BLOCK_TWOS=blocks[1], BLOCK_ONES=blocks[2],
-                SEGMENT=SEGMENT_TOKENS, LAST=LAST_TOKENS, TURN=turn,
-                BLOCK_N=max(16, min(UNPACKED_BYTES // values, ESTIMATES // sizes["BLOCK_G"], turn) // kinds),
-                TOKEN_BYTES=token, SEGMENT_BYTES=segment, HEAD_BYTES=head, MIN_TOKENS=MIN_TOKENS,
-                TURNED=find_block(dim),
-                G=group, BLOCK_G=sizes["BLOCK_G"], D=dim, BLOCK_D=sizes["BLOCK_D"],
+                prepared, sketch.codes, sketch.scales, sketch.units, bulk_lengths, tokens, estimates, exact, sums,
+                bulk_lengths.stride(0), layout.count * sketch_room, sketch_room, segments, room,
+                TURN=min(SEGMENT_TOKENS, TURN_TOKENS, ESTIMATES // at_once), BLOCK_H=at_once, G=group, **segment_sizes,
+                maxnreg=96 if kinds == 1 else 128 if queries <= 4 else 168,  # for five programs at once, four or three
             )  # fmt: skip
             selected_kernel[(splits, kv_heads, batch)](
                 states, turned, bulk_keys, bulk_values, record_tensor, layer.resident_pointers, bulk_lengths,
                 tokens, flags, estimates, exact, sums,
                 index, parts, lse, unread, layer.bulk_read_bytes, layer.resident_hit_bytes, *bulk_strides, room,
                 record_room, scaling, math.log(layer.token_threshold or 1.0),
-                BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=triton.next_power_of_2(group),
+                BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=queries,
                 TOKEN_BYTES=token_bytes, SEGMENT=SEGMENT_TOKENS, LAST=LAST_TOKENS, MIN_TOKENS=MIN_TOKENS,
                 TURNED=turned_values,
                 **_find_record_sizes(records, states.dtype, sizes), **sizes, num_stages=SELECTED_STAGES,

@@ -9,8 +9,9 @@ import triton.language as tl
 from ... import sketch as _sketch
 from ...sketch import codec, selection
 
-# The interpreter multiplies the bit patterns of bfloat16 matrices; float32 gives it the products a GPU computes.
-_WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
+# The interpreter multiplies the bit patterns of bfloat16 matrices, where float32 gives it the products a GPU computes,
+# and runs no assembly.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # What the definition in Python says of a sketch.
 BLOCK, QUERY_LEVELS = tl.constexpr(_sketch.BLOCK), tl.constexpr(float(codec.QUERY_LEVELS))
 FINER = tl.constexpr(2.0 * codec.QUERY_LEVELS)  # a rounded query's step over that of what rounding leaves
@@ -21,7 +22,7 @@ HOPELESS = tl.constexpr(selection.HOPELESS)
 @triton.jit
 def dot(b_a, b_b):
     """Matrix product in float32; float32 factors are not rounded to TF32."""
-    if _WIDEN:
+    if _INTERPRETED:
         b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
     return tl.dot(b_a, b_b, input_precision="ieee")
 
@@ -184,31 +185,15 @@ def take_low(b_both):
 
 
 @triton.jit
-def take_channels(b_both, WORDS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Of integers [BLOCK_G, BLOCK_D], those that meet `WORDS` words of `BITS` a value, from channel `FIRST` on:
-    [BLOCK_G, BLOCK_W * 32 / BITS], 0 behind them."""
-    o_value = tl.arange(0, BLOCK_W * WORD_BITS // BITS)
-    m_value = o_value < WORDS * WORD_BITS // BITS
-    o_channel = tl.where(m_value, FIRST + o_value, 0)[None, :].broadcast_to(b_both.shape[0], o_value.shape[0])
-    return tl.where(m_value[None, :], tl.gather(b_both, o_channel, 1), 0)
-
-
-@triton.jit
-def load_codes(p_codes, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """What `WORDS` words of these tokens, `room` apart, hold of `BITS` a value: int8 [BLOCK_W * 32 / BITS, BLOCK_N]."""
-    o_word, o_value = tl.arange(0, BLOCK_W), tl.arange(0, WORD_BITS // BITS)
-    m_codes = m_tokens[:, None] & (o_word < WORDS)[None, :]
-    b_codes = tl.load(p_codes + o_word.to(tl.int64)[None, :] * room + o_tokens[:, None], mask=m_codes, other=0)
-    b_index = b_codes[:, :, None] >> (o_value % 4 * 8 + o_value // 4 * BITS)[None, None, :]
-    return tl.trans((b_index & (2**BITS - 1)).reshape(o_tokens.shape[0], BLOCK_W * WORD_BITS // BITS).to(tl.int8))
-
-
-@triton.jit
-def multiply_codes(b_integers, b_codes, BITS: tl.constexpr):
-    """Exact products int32 [BLOCK_G, BLOCK_N] of integers of `take_channels` with the odd integers of these codes,
-    `2 * index - (2^BITS - 1)`."""
-    b_offset = tl.sum(b_integers.to(tl.int32), axis=1) * (2**BITS - 1)
-    return 2 * tl.dot(b_integers, b_codes, out_dtype=tl.int32) - b_offset[:, None]
+def dot_bytes(b_sum, b_bytes, b_integers):
+    """`b_sum` and, int32 likewise, the product of four unsigned bytes of a word with four signed ones of another."""
+    if _INTERPRETED:
+        for byte in tl.static_range(4):
+            b_sum += ((b_bytes >> 8 * byte) & 255) * ((b_integers << (24 - 8 * byte)) >> 24)
+        return b_sum
+    return tl.inline_asm_elementwise(
+        "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [b_bytes, b_integers, b_sum], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

@@ -3,13 +3,15 @@
 Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, `s_` stride in elements. Sizes: `G`
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
 near buffer, the others are the splits of its bulk. The kernels that select tokens by a sketch are in
-`sketch_kernels.py`.
+`estimate_kernels.py` and `sketch_kernels.py`.
 """
 
 import triton
 import triton.language as tl
 
 from .blocks import add_along, attend, attend_split, compute_scores, find_unreliable, rotate, store_part, tilt
+from .estimate_kernels import prepare_segment
+from .record_kernels import count_closed, count_segments, store_turned
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
@@ -17,26 +19,47 @@ INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are dec
 # Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens, or are 0
 # where all rows share one.
 @triton.jit(
-    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns", "min_tokens"],
+    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns", "min_tokens", "s_segment"],
     do_not_specialize_on_alignment=["parts"],
 )
 def local_kernel(
     p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags,
-    p_bulk_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_noise, p_variances,
+    p_bulk_read_bytes, p_sketch_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_noise, p_variances,
+    p_prepared, p_turned, p_errors, p_centres, p_order, p_weights, p_record_weights,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_pending, s_length, s_decided, s_log_bulk, columns, parts, scaling, logit_threshold, noise_limit,
-    noise_share, min_tokens,
+    noise_share, min_tokens, s_segment,
     GROUP_RULE: tl.constexpr, TOKEN_BYTES: tl.constexpr,
+    SKETCH_TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
+    SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TURNED: tl.constexpr, BLOCK_Q: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Local attention, decisions and, for flagged heads, the pending tokens; one program a (KV head, row).
 
-    With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, or 0 for a group that is to
-    read all of them, as of any bulk that has not stored `min_tokens`.
+    With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, 0 for a group that is to
+    read all of them, as of any bulk that has not stored `min_tokens`, or -1 for one without a long-context head. Bytes
+    of the sketch are counted where estimates are asked for. Meanwhile more programs, one a (KV head, row, segment),
+    prepare its queries, whether or not anybody will ask: `p_prepared`, and `p_turned` for records.
     """
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
+    if p_prepared is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
+        if tl.program_id(2) > 0:
+            i_segment, length = tl.program_id(2) - 1, tl.load(p_lengths + i_row * s_length)
+            if (length >= MIN_TOKENS) & (i_segment < count_segments(length, SEGMENT, LAST)):
+                prepare_segment(
+                    p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment,
+                    scaling, FOURS, TWOS, ONES, p_turned is not None, G, BLOCK_Q, D, BLOCK_D,
+                )  # fmt: skip
+                if p_turned is not None:  # noqa: SIM102 - likewise
+                    if i_segment == 0:
+                        p_record_weights += i_head * D
+                        store_turned(
+                            p_turned, p_query, p_record_weights, i_group, scaling, TURNED, G, BLOCK_Q, D, BLOCK_D
+                        )
+            return
     o_head, o_dim, o_block = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     m_head, m_dim = o_head < G, o_dim < D
     p_query += i_group * G * D
@@ -89,8 +112,18 @@ def local_kernel(
                 b_query, p_noise + i_group * D, p_variances + i_group * D, noise_limit, noise_share, D
             )
             whole = tl.max((b_flags & b_unreliable).to(tl.int32), axis=0) == 1
-            whole = whole | (tl.load(p_lengths + i_row * s_length) < min_tokens)
+            length = tl.load(p_lengths + i_row * s_length)
+            whole = whole | (length < min_tokens)
             tl.store(p_tokens + i_group, tl.where(whole, 0, bulk_tokens))
+            if p_sketch_read_bytes is not None:
+                estimated = ~whole
+                if p_turned is not None:
+                    estimated = estimated | (count_closed(length, SEGMENT, LAST, MIN_TOKENS) > 0)
+                sketch_bytes = length * SKETCH_TOKEN_BYTES + HEAD_BYTES
+                sketch_bytes += count_segments(length, SEGMENT, LAST) * SEGMENT_BYTES
+                tl.atomic_add(p_sketch_read_bytes, tl.where(estimated, sketch_bytes, 0), sem="relaxed")
+    elif p_tokens is not None:
+        tl.store(p_tokens + i_group, -1)
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, V)
 
 
