@@ -13,6 +13,7 @@ from .bulk import Bulk
 from .residents import Head
 from .transfers import AsyncCopy, HostCopy, double_buffer
 
+DECODED_SHARE = 16  # of a block's tokens, which are decoded at once: temporaries take ten times what comes of them
 PREFETCH_SHARE = 4  # at most one in so many heads of a layer is prefetched
 Span = tuple[int, int]  # first token, end
 
@@ -82,8 +83,10 @@ def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]]) -> Iterator[
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens: views of
-    all heads, or of one head if the bulk is offloaded, so that they take little device memory."""
-    spans, heads = bulk.cut_spans(rows.start), range(bulk.keys.shape[1])
+    all heads, or of one head if the bulk is offloaded, so that they take little device memory. What is decoded on the
+    way comes in shorter blocks."""
+    heads = range(bulk.keys.shape[1])
+    spans = bulk.cut_spans(rows.start, heads=len(heads) * DECODED_SHARE if bulk.beside and not bulk.offloaded else 1)
     if not bulk.offloaded:
         yield from (_view(bulk, rows, slice(0, len(heads)), *span) for span in spans)
         return
