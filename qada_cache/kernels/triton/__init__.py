@@ -15,6 +15,7 @@ guesses.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -34,7 +35,7 @@ MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU;
 # as one that followed the capacity would be compiled anew when the bulk grows
 SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
-ESTIMATE_HEADS = 8  # query heads whose scores are estimated at once
+ESTIMATE_HEADS = 8  # query heads that are prepared, and whose scores are estimated, at once
 ESTIMATES = 1024  # scores that are
 UNPACKED_BYTES = 4096  # of records in the registers of a program, a byte a value
 RECORD_SCORES = 1024  # of tokens whose records are read at once
@@ -56,20 +57,37 @@ def _pad(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
+def _count_warps(sizes: dict[str, int]) -> int:
+    """Of a program that keeps whole values, for which wide ones take too many registers."""
+    return 4 if max(sizes["BLOCK_D"], sizes["BLOCK_V"]) < 256 else 8
+
+
+def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, Any]:
     """What `selected_kernel` is to know of records, and how many warps and registers it takes."""
+    many = sizes["BLOCK_G"] > 16
     if records is None:
-        nothing = dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0)
-        return nothing | {"num_warps": 4, "maxnreg": SELECTED_REGISTERS}
+        nothing: dict[str, Any] = dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0)
+        registers = MOST_REGISTERS if many else SELECTED_REGISTERS
+        # Of float32, with any number, registers spill.
+        return nothing | {"num_warps": 4, "maxnreg": registers if dtype.itemsize == 2 else None}
     layout, values = records.layout, max(sizes["BLOCK_D"], sizes["BLOCK_V"])
     # Planes of one bit begin at whole words, as all then do, or at whole bytes.
     unit = WORD_BITS if layout.dim % WORD_BITS == layout.value_dim % WORD_BITS == 0 else 8
     found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": layout.size, "UNIT": unit}
-    warps = 4 if values < 256 else 8
+    warps = _count_warps(sizes)
     found |= {"TERMS": TERMS[dtype], "num_warps": warps, "maxnreg": RECORD_REGISTERS[warps]}
-    if TERMS[dtype] > 1 or (layout.key_bits > 4 and (warps > 4 or sizes["G"] == 1)):
+    if many or TERMS[dtype] > 1 or (layout.key_bits > 4 and (warps > 4 or sizes["G"] == 1)):
         found["maxnreg"] = MOST_REGISTERS
     return found | {"BLOCK_R": max(16, min(32, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
+
+
+def _find_estimate_sizes(queries: int, kinds: int) -> dict[str, int]:
+    """The tokens whose scores `estimate_kernel` estimates at once, and the registers that it takes: for five programs
+    at once, four or three."""
+    heads = min(queries, ESTIMATE_HEADS)
+    registers = 96 if kinds == 1 else 128 if heads <= 4 else 168
+    registers = registers if heads == queries else MOST_REGISTERS
+    return {"TURN": min(SEGMENT_TOKENS, TURN_TOKENS, ESTIMATES // heads), "maxnreg": registers}
 
 
 def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
@@ -136,6 +154,7 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
         sums = states.new_empty(batch, heads, 4, splits, dtype=torch.float32)
         unread = states.new_empty(batch, heads, 2, splits, dtype=torch.float32)
     segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "MIN_TOKENS": MIN_TOKENS, "BLOCK_Q": queries}
+    segment_sizes["BLOCK_H"] = min(queries, ESTIMATE_HEADS)
     segment_sizes |= dict(zip(("FOURS", "TWOS", "ONES"), words, strict=True))
     bulk_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
     with torch.cuda.device_of(states):  # Triton launches on the current device
@@ -150,15 +169,13 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
             MIN_TOKENS if layer.token_threshold > 0 else NEVER, segments,
             GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, TURNED=find_block(dim),
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
-            **segment_sizes, **sizes, maxnreg=MOST_REGISTERS,
+            **segment_sizes, **sizes, num_warps=_count_warps(sizes), maxnreg=MOST_REGISTERS,
         )  # fmt: skip
         if sketch is not None:
-            at_once = min(queries, ESTIMATE_HEADS)
             estimate_kernel[(splits, kv_heads, batch)](
                 prepared, sketch.codes, sketch.scales, sketch.units, bulk_lengths, tokens, estimates, exact, sums,
                 bulk_lengths.stride(0), layout.count * sketch_room, sketch_room, segments, room,
-                TURN=min(SEGMENT_TOKENS, TURN_TOKENS, ESTIMATES // at_once), BLOCK_H=at_once, G=group, **segment_sizes,
-                maxnreg=96 if kinds == 1 else 128 if queries <= 4 else 168,  # for five programs at once, four or three
+                G=group, **_find_estimate_sizes(queries, kinds), **segment_sizes,
             )  # fmt: skip
             selected_kernel[(splits, kv_heads, batch)](
                 states, turned, bulk_keys, bulk_values, record_tensor, layer.resident_pointers, bulk_lengths,

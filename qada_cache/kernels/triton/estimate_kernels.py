@@ -12,6 +12,7 @@ from .blocks import BLOCK, FINER, WORD_BITS, dot_bytes, rotate, round_queries
 from .record_kernels import count_closed, count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
+UNROLLED = tl.constexpr(8)  # words of a key: of more, the assembler loads all ahead, and spills
 # Rows of a prepared segment behind those of values, a number for each query head: what its queries say of the centre,
 # half the variance of an error and the step of products, each for a scale of 1; then the sums of products' offsets.
 NUMBERS = tl.constexpr(5)
@@ -19,18 +20,19 @@ NUMBERS = tl.constexpr(5)
 
 @triton.jit
 def prepare_segment(
-    p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment, scaling,
+    p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment, first, scaling,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TWICE: tl.constexpr,
-    G: tl.constexpr, BLOCK_Q: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write a group's queries as the codes of a segment meet them, for `estimate_kernel`: rows of `BLOCK_Q` words, the
-    integers of four channels in each, with what these leave in a row behind if `TWICE`; then `NUMBERS` rows."""
+    integers of four channels in each, with what these leave in a row behind if `TWICE`; then `NUMBERS` rows. Of
+    `BLOCK_H` query heads from the `first` on."""
     FIRST_TWO: tl.constexpr = WORD_BITS // 4 * FOURS  # noqa: N806 - a compile-time constant
     FIRST_ONE: tl.constexpr = FIRST_TWO + WORD_BITS // 2 * TWOS  # noqa: N806 - a compile-time constant
     CODED: tl.constexpr = FIRST_ONE + WORD_BITS * ONES  # noqa: N806 - a compile-time constant
     TERMS: tl.constexpr = 2 if TWICE else 1  # noqa: N806 - a compile-time constant
     ROWS: tl.constexpr = CODED // 4 * TERMS + NUMBERS  # noqa: N806 - a compile-time constant
-    o_head, o_dim = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    o_head, o_dim = first + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     m_dim = o_dim < D
     m_query = (o_head < G)[:, None] & m_dim[None, :]
     p_query += (i_group * G + o_head)[:, None] * D
@@ -72,22 +74,40 @@ def pack_bytes(b_integers):
 
 
 @triton.jit
+def add_word(
+    b_high, b_low, p_codes, p_rows, room, o_tokens, m_tokens, word,
+    BITS: tl.constexpr, TWICE: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """As `add_products`, of one word."""
+    TERMS: tl.constexpr = 2 if TWICE else 1  # noqa: N806 - a compile-time constant
+    MASK: tl.constexpr = 0x01010101 * (2**BITS - 1)  # noqa: N806 - a compile-time constant
+    b_codes = tl.load(p_codes + word * room + o_tokens, mask=m_tokens, other=0)
+    for plane in tl.static_range(8 // BITS):
+        b_bytes = ((b_codes >> plane * BITS) & MASK)[None, :]
+        p_row = p_rows + (word * (8 // BITS) + plane) * (TERMS * BLOCK_Q)
+        b_high = dot_bytes(b_high, b_bytes, tl.load(p_row)[:, None])
+        if TWICE:
+            b_low = dot_bytes(b_low, b_bytes, tl.load(p_row + BLOCK_Q)[:, None])
+    return b_high, b_low
+
+
+@triton.jit
 def add_products(
     b_high, b_low, p_codes, p_rows, room, o_tokens, m_tokens,
     WORDS: tl.constexpr, BITS: tl.constexpr, TWICE: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """`b_high`, `b_low` [heads, tokens] and the products of prepared queries with `WORDS` words of `BITS` a value of
     these tokens, `room` apart. Pointers `p_rows` [heads] are to the first of the words' rows."""
-    TERMS: tl.constexpr = 2 if TWICE else 1  # noqa: N806 - a compile-time constant
-    MASK: tl.constexpr = 0x01010101 * (2**BITS - 1)  # noqa: N806 - a compile-time constant
-    for word in tl.static_range(WORDS):
-        b_codes = tl.load(p_codes + word * room + o_tokens, mask=m_tokens, other=0)
-        for plane in tl.static_range(8 // BITS):
-            b_bytes = ((b_codes >> plane * BITS) & MASK)[None, :]
-            p_row = p_rows + (word * (8 // BITS) + plane) * (TERMS * BLOCK_Q)
-            b_high = dot_bytes(b_high, b_bytes, tl.load(p_row)[:, None])
-            if TWICE:
-                b_low = dot_bytes(b_low, b_bytes, tl.load(p_row + BLOCK_Q)[:, None])
+    if WORDS > UNROLLED:
+        for word in range(WORDS):
+            b_high, b_low = add_word(
+                b_high, b_low, p_codes, p_rows, room, o_tokens, m_tokens, word, BITS, TWICE, BLOCK_Q
+            )
+    else:
+        for word in tl.static_range(WORDS):
+            b_high, b_low = add_word(
+                b_high, b_low, p_codes, p_rows, room, o_tokens, m_tokens, word, BITS, TWICE, BLOCK_Q
+            )
     return b_high, b_low
 
 

@@ -33,6 +33,7 @@ def local_kernel(
     SKETCH_TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TURNED: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -49,10 +50,11 @@ def local_kernel(
         if tl.program_id(2) > 0:
             i_segment, length = tl.program_id(2) - 1, tl.load(p_lengths + i_row * s_length)
             if (length >= MIN_TOKENS) & (i_segment < count_segments(length, SEGMENT, LAST)):
-                prepare_segment(
-                    p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment,
-                    scaling, FOURS, TWOS, ONES, p_turned is not None, G, BLOCK_Q, D, BLOCK_D,
-                )  # fmt: skip
+                for first in range(0, G, BLOCK_H):
+                    prepare_segment(
+                        p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment,
+                        first, scaling, FOURS, TWOS, ONES, p_turned is not None, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
+                    )  # fmt: skip
                 if p_turned is not None:  # noqa: SIM102 - likewise
                     if i_segment == 0:
                         p_record_weights += i_head * D
