@@ -59,20 +59,15 @@ tables/bits/trials-bfloat16.csv:
 	$(EVAL).trials --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 3 $(OUT)
 	$(EVAL).trials --model $(QWEN) --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 2 $(OUT)
 
-tables/prefill/trials.csv:
+tables/prefill/trials.csv:  # interrupted after a document of prose
 	$(EVAL).trials --prefill 0 4.4 12 30 --bits 8 --documents 4 $(OUT)
 	$(EVAL).trials --prefill 0 4.4 12 30 --bits 8 --tasks code --lengths 4096 --documents 4 $(OUT)
 
-tables/prefill/trials-bfloat16.csv:
+tables/prefill/trials-bfloat16.csv:  # interrupted after four documents
 	$(EVAL).trials --dtype bfloat16 $(SELECTED) --bits 8 4 --tasks $(NEEDLES) --lengths 4096 --documents 5 $(OUT)
-	$(EVAL).trials --dtype bfloat16 $(SELECTED) --bits 8 --tasks chat --lengths 4096 --documents 2 $(OUT)
 
-tables/prefill/trials-qwen2.5-coder-0.5b.csv:
+tables/prefill/trials-qwen2.5-coder-0.5b.csv:  # interrupted after a document, and two of 8 bits and a sparse question
 	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --bits 8 4 --tasks $(NEEDLES) --lengths 4096 --documents 5 $(OUT)
-	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 4.4 12 30 --bits 8 --documents 4 $(OUT)
-	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 4.4 12 30 --bits 8 --tasks code --lengths 4096 --documents 4 $(OUT)
-	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 12 --bits 8 --question sparse --tasks prose_niah --lengths 16384 --documents 2 $(OUT)
-	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --bits 8 --tasks chat --lengths 4096 --documents 2 $(OUT)
 
 tables/prefill/ruler-smollm2.csv:
 	$(EVAL).sweep --dtype bfloat16 --prefill 0 12 --tokens --tasks $(RULER) --lengths 4096 --limit 2 --thresholds --static $(OUT)
