@@ -13,7 +13,7 @@ from .bulk import Bulk
 from .residents import Head
 from .transfers import AsyncCopy, HostCopy, double_buffer
 
-DECODED_SHARE = 16  # of a block's tokens, which are decoded at once: temporaries take ten times what comes of them
+DECODED_SHARE = 16  # a block of decoded tokens is so many times shorter: decoding has temporaries
 PREFETCH_SHARE = 4  # at most one in so many heads of a layer is prefetched
 Span = tuple[int, int]  # first token, end
 

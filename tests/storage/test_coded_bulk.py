@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from qada_cache import QAdACache
 from qada_cache.sketch import codec
 from qada_cache.sketch.codec import quantize_segments
 from qada_cache.sketch.coded import code_tokens, estimate_keys, find_query_weights
+from qada_cache.storage import bulk as storage_bulk
+from qada_cache.storage import reading
 from qada_cache.storage.coded_bulk import CodedBulk
 
 SINKS, WINDOW = 3, 8
@@ -276,3 +279,17 @@ def test_crops_into_closed_segments(kept: int, offloading: bool, tmp_path: Path)
         assert scene.bulk.stored[0] == 1536
         assert torch.equal(scene.bulk.tensors[0][:, :, :stored], known[:, :, :stored])
         scene.check_outputs()
+
+
+def test_a_long_turn_decodes_little_at_once(tmp_path: Path) -> None:
+    """Blocks are short, the one over the end of the records too, and say what reading all of it at once says."""
+    scene = Scene(tmp_path)
+    scene.read(scene.calls)
+    bulk, row = scene.bulk, slice(0, 1)
+    with mock.patch.object(storage_bulk, "STREAM_TOKENS", 16 * 2 * 300):
+        parts = list(reading.stream(bulk, row))
+    assert [part.keys.shape[2] for part in parts] == [300] * 7 + [bulk.lengths[0] - 2100]
+    whole = bulk.read(row, slice(None), 0, bulk.lengths[0])
+    for name, wanted in zip(("keys", "values"), whole, strict=True):
+        found = torch.cat([getattr(part, name) for part in parts], dim=2)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
