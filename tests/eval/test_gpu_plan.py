@@ -22,7 +22,7 @@ def test_bytes_are_those_of_a_cache(tmp_path: Path, capsys: pytest.CaptureFixtur
         "DynamicCache", "DynamicCache, offloading=True", "QAdACache",
         *(f"QAdACache, offloading=True, device_budget={budget}" for budget in ("0", "0.25", "1")),
     ]  # fmt: skip
-    model, _ = load("tiny", dtype=torch.bfloat16, device=torch.device("cpu"), positions=3000)
+    model, _, _ = load("tiny", dtype=torch.bfloat16, device=torch.device("cpu"), positions=3000)
     work = make_random_work(model, tokens=3000, batch=2, steps=1, warm_up=0, seed=0)
     cache = QAdACache(config=model.config, moments="current", offloading=True)
     stats = fill(cache, work).stats()
