@@ -84,8 +84,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     rows = []
     for name in CACHES:
-        row: dict[str, Any] = {"cache": name, "tokens": options.tokens, "new_tokens": options.new_tokens}
-        row["chunk"] = options.chunk
+        row: dict[str, Any] = {"cache": name}
+        row |= {of: getattr(options, of) for of in ("tokens", "new_tokens", "chunk")}
         for what, over in (("held", "over_dynamic"), ("peak", "peak_over_dynamic")):
             row[f"{what}_mib"] = f"{take_median(name, what) / MIB:.1f}"
             of = take_median(DYNAMIC, what)

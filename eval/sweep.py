@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with language_model.check_loading(parser):
         pretrained, gguf = language_model.find_hflm_source(options.model)
-        loaded = {"dtype": "auto", **gguf} if options.dtype == "auto" else {**gguf, "dtype": options.dtype}
+        loaded = gguf if options.dtype == "auto" else gguf | {"dtype": options.dtype}
         lm = SweepLM(pretrained, **loaded, batch_size=options.batch_size, device=options.device)
     done, wanted = read_known(options.out), list_variants(options)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]

@@ -12,8 +12,8 @@ def describe_machine() -> str:
     """One line: processor or accelerator, cores, memory, and the versions of Python, torch and transformers."""
     name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        told = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
-        told = {key.strip(): value.strip() for key, value in told.items()}
+        lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+        told = {key.strip(): value.strip() for key, _, value in lines}
         name = told.get("model name", name)
         if "cpu family" in told:  # a virtual machine's name may leave out the generation
             name += f", family {told['cpu family']}, model {told.get('model')}"

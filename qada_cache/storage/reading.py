@@ -83,15 +83,15 @@ def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]]) -> Iterator[
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens: views of
-    all heads, or of one head if the bulk is offloaded, so that they take little device memory. What is decoded on the
-    way comes in shorter blocks."""
+    all heads, or of one head if the bulk is offloaded, so that they take little device memory. Records
+    that are not offloaded are decoded in shorter blocks."""
     heads = range(bulk.keys.shape[1])
-    spans = bulk.cut_spans(rows.start, heads=len(heads) * DECODED_SHARE if bulk.beside and not bulk.offloaded else 1)
     if not bulk.offloaded:
+        spans = bulk.cut_spans(rows.start, heads=len(heads) * DECODED_SHARE if bulk.beside else 1)
         yield from (_view(bulk, rows, slice(0, len(heads)), *span) for span in spans)
         return
     every = itertools.product(range(rows.start, rows.stop), heads)
-    for brought in _bring(bulk, list(itertools.product(every, spans)), {}):
+    for brought in _bring(bulk, list(itertools.product(every, bulk.cut_spans(rows.start))), {}):
         yield _make_part(bulk, *brought)
 
 
