@@ -4,13 +4,14 @@
     python -m eval.sweep --model ID_OR_PATH --tasks ruler_vt ruler_fwe --lengths 8192 16384 --out sweep.csv
 
 Criteria x thresholds x moments x group rules x tasks x lengths, in one tidy table, a row for each. A prompt is read
-once (for each `--prefill`), and all that is left to measure of its task and length answers it from a copy of that
-state. Rows that the table holds already are not measured again, so a sweep may be interrupted, and widened later. Tasks
-must be generation tasks; RULER's own need a folder with a tokenizer, which `python -m eval.convert` makes of a GGUF
-file.
+once for each `--prefill` and `--bits`, and all that is left to measure of its task and length answers it from a copy of
+that state. Rows that the table holds already are not measured again, so a sweep may be interrupted, and widened later.
+Tasks must be generation tasks; RULER's own need a folder with a tokenizer, which `python -m eval.convert` makes of a
+GGUF file.
 """
 
 import argparse
+import itertools
 import sys
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -52,6 +53,7 @@ class Variant:
         group_rule: as for `QAdACache`.
         threshold: as for `QAdACache`; for static criteria alpha, the share of heads made local.
         prefill: `prefill_threshold` that the prompt is read with.
+        bits: of the bulk, `bulk_bits`.
     """
 
     criterion: str
@@ -59,14 +61,15 @@ class Variant:
     group_rule: str = "head"
     threshold: float = 0.0
     prefill: float = 0.0
+    bits: int = 16
 
 
 def list_variants(options: argparse.Namespace) -> list[Variant]:
     """What the command line asks for, full attention and sinks + window always."""
     made = [Variant("dense"), Variant("local")]
-    for theta in options.prefill:
-        made += [Variant("dense", prefill=theta)] * (theta > 0)
-        made += [Variant("selected", DEFAULT_MOMENTS, "any", THRESHOLD, theta)] * options.tokens
+    for theta, bits in itertools.product(options.prefill, options.bits):
+        made += [Variant("dense", prefill=theta, bits=bits)] * (theta > 0)
+        made += [Variant("selected", DEFAULT_MOMENTS, "any", THRESHOLD, theta, bits)] * options.tokens
     for rule in options.group_rules:
         made += [Variant("oracle", "", rule, threshold) for threshold in options.thresholds]
         made += [Variant("qada", kind, rule, tau) for kind in options.moments for tau in options.thresholds]
@@ -75,7 +78,7 @@ def list_variants(options: argparse.Namespace) -> list[Variant]:
 
 
 class SweepLM(QAdALM):
-    """A `QAdALM` that reads each prompt once for all variants of one `prefill`, and replays what it kept for them.
+    """A `QAdALM` that reads each prompt once for all variants that read it alike, and replays what it kept for them.
 
     Args:
         pretrained, gguf_file, keywords: as for `HFLM`.
@@ -101,12 +104,14 @@ class SweepLM(QAdALM):
             self.kept[key] = {}
             mask, held = generation_kwargs["attention_mask"], {}
             for variant, options in self.measured.items():
-                if (theta := variant.prefill) not in held:
-                    whole = {"moments": "current", "token_threshold": 0.0}  # heads are read whole
-                    held[theta] = QAdACache(self.model, **whole, prefill_threshold=theta)
-                    self._forward(held[theta], context[:, :-1], mask[:, :-1], logits_to_keep=1)
-                    check_selected(held[theta])
-                twin = held[theta].fork(**options)
+                if (way := (variant.prefill, variant.bits)) not in held:
+                    # What selects, or is coded behind a sketch, is kept as the default's are, with queries' energies.
+                    moments = "current" if way == (0.0, 16) else DEFAULT_MOMENTS
+                    whole = {"moments": moments, "token_threshold": 0.0}  # heads are read whole
+                    held[way] = QAdACache(self.model, **whole, prefill_threshold=way[0], bulk_bits=way[1])
+                    self._forward(held[way], context[:, :-1], mask[:, :-1], logits_to_keep=1)
+                    check_selected(held[way])
+                twin = held[way].fork(**options)
                 # HFLM's own: QAdALM's would prefill again.
                 tokens = HFLM._model_generate(self, context, max_length, stop, **pass_cache(twin), **generation_kwargs)
                 stats = twin.stats()
@@ -216,14 +221,15 @@ def read_known(path: Path) -> set[tuple[str, int, Variant]]:
     """What the table holds already."""
     rows = read(path) if path.exists() else []
     made = [
-        Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"]), _find_prefill(row))
+        Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"]), **_find_reading(row))
         for row in rows
     ]
     return {(row["task"], int(row["length"]), variant) for row, variant in zip(rows, made, strict=True)}
 
 
-def _find_prefill(row: dict[str, str]) -> float:
-    return float(row.get("prefill") or 0)  # older tables do not say
+def _find_reading(row: dict[str, str]) -> dict[str, Any]:
+    """How prompts were read, which older tables do not say."""
+    return {"prefill": float(row.get("prefill") or 0), "bits": int(row.get("bits") or 16)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -242,6 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--alphas", type=float, nargs="*", default=list(ALPHAS), help="of static heads (default: the paper's twelve)")
     add("--tokens", action="store_true", help="the cache's defaults, too, by which heads read some tokens only")
     add("--prefill", type=float, nargs="+", default=[0.0], help="prefill_threshold of prompts (default: 0, exact)")
+    add("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="of bulks (default: 16)")
     add("--limit", type=int, help="documents per task and length (default: all that the task has)")
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
     add("--dtype", default="auto", help="(default: the model's own)")

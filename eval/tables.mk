@@ -69,11 +69,11 @@ tables/prefill/trials-bfloat16.csv:  # interrupted after four documents
 tables/prefill/trials-qwen2.5-coder-0.5b.csv:  # interrupted after a document, and two of 8 bits and a sparse question
 	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --bits 8 4 --tasks $(NEEDLES) --lengths 4096 --documents 5 $(OUT)
 
-tables/prefill/ruler-smollm2.csv:  # interrupted after four forms
-	$(EVAL).sweep --dtype bfloat16 --prefill 0 12 --tokens --tasks $(RULER) --lengths 4096 --limit 2 --thresholds --static $(OUT)
+tables/prefill/ruler-smollm2.csv:
+	$(EVAL).sweep --dtype bfloat16 --prefill 0 12 --bits 8 4 --tokens --tasks $(RULER) --lengths 4096 --limit 2 --thresholds --static $(OUT)
 
-tables/prefill/ruler-qwen2.5-coder-0.5b.csv:  # interrupted after three forms of a document each
-	$(EVAL).sweep --model $(QWEN) --dtype bfloat16 --prefill 0 12 --tokens --tasks $(RULER) --lengths 4096 --limit 2 --thresholds --static $(OUT)
+tables/prefill/ruler-qwen2.5-coder-0.5b.csv:
+	$(EVAL).sweep --model $(QWEN) --dtype bfloat16 --prefill 0 12 --bits 8 4 --tokens --tasks $(RULER) --lengths 4096 --limit 1 --thresholds --static $(OUT)
 
 tables/rungs-smollm2.csv:
 	$(EVAL).rungs $(OUT)

@@ -115,6 +115,25 @@ def test_sweep_of_selected_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     scores = dict(zip(ways, (float(row["score"]) for row in rows), strict=True))
     assert scores["dense", 1e-9] == scores["dense", 0]
     assert scores["selected", 1e-9] == scores["selected", 0]
+    assert {row["bits"] for row in rows} == {"16"}
+
+
+def test_sweep_of_bits(tmp_path: Path) -> None:
+    """Prompts are read once more for each number of bits, and bulks of fewer are read in fewer bytes."""
+    import needle
+
+    from eval import sweep
+
+    table = tmp_path / "sweep.csv"
+    arguments = ["--model", str(needle.FOLDER), "--tasks", "needle", "--lengths", "1024", "--limit", "1", "--tokens"]
+    with small_sketch(64):
+        for bits in (["16"], ["8", "16", "4"]):
+            assert sweep.main([*arguments, "--thresholds", "--static", "--out", str(table), "--bits", *bits]) == 0
+    with table.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["criterion"] == "selected"]
+    assert [row["bits"] for row in rows] == ["16", "8", "4"]
+    read = [float(row["bytes_read"]) for row in rows]
+    assert read[0] > read[1] > read[2]
 
 
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
