@@ -168,13 +168,17 @@ class QAdACache(WatchedCache):
             raise ValueError(
                 f"this QAdACache was built for {built} layers and layer {layer_idx} called it: build one per model"
             )
-        if layer_idx in (0, *self._shared.model.layers[:1]):  # layer 0 may have no keys, and so not call
-            attention.check_switched_on(self._shared.model.config)
+        shared, layer = self._shared, self.layers[layer_idx]
+        if layer_idx == 0 or layer_idx == shared.model.layers[0]:  # layer 0 may have no keys, and so not call
+            attention.check_switched_on(shared.model.config)
         self._enter(layer_idx, "keys")
-        self._check_rows(layer_idx, len(key_states))
-        if self.options.progress:
+        if shared.options.progress:
             self._show_progress(layer_idx, key_states.shape[2])
-        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if isinstance(layer, QAdALayer):  # all that transformers' own `update` does with it, at every layer and token
+            states = layer.update(key_states, value_states, *args, **kwargs)
+        else:
+            self._check_rows(layer_idx, len(key_states))
+            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._note(layer_idx, "keys")
         return states
 

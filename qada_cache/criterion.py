@@ -111,6 +111,7 @@ def gaussian_log_bulk(
     covariance: Tensor,
     log_tokens: Tensor,
     *,
+    kv_heads: int,
     scaling: float,
     softcap: float | None = None,
 ) -> Tensor:
@@ -120,21 +121,22 @@ def gaussian_log_bulk(
 
     Args:
         query: `[batch, heads, queries, dim]` float32; the result is `[batch, kv_heads, group, queries]`, contiguous.
-        mean, covariance, scaling, softcap: as for `score_moments`.
+        mean, covariance: float32 `[rows * kv_heads, 1, dim]` and `[rows * kv_heads, dim, dim]`, of `batch` rows or 1.
+        scaling, softcap: as for `score_moments`.
         log_tokens: `log T_bulk` float32 `[batch or 1, 1, 1, queries]`, `-inf` without a bulk.
     """
     batch, heads, queries, dim = query.shape
-    rows, kv_heads = mean.shape[:2]
     shape = batch, kv_heads, heads // kv_heads, queries
     if softcap is not None:
+        given = mean.view(-1, kv_heads, dim), covariance.view(-1, kv_heads, dim, dim)
         grouped = query.reshape(batch, kv_heads, -1, dim)
-        moments = score_moments(grouped, mean, covariance, scaling=scaling, softcap=softcap)
+        moments = score_moments(grouped, *given, scaling=scaling, softcap=softcap)
         score_mean, score_variance = (moment.view(shape) for moment in moments)
         return log_tokens + score_mean + 0.5 * score_variance
-    if alike := rows < batch:  # the queries of all rows are multiplied at once, so that no moments are copied
+    if alike := len(mean) < batch * kv_heads:  # the queries of all rows are multiplied at once: no moments are copied
         query = query.transpose(0, 1)
-    grouped = query.reshape(rows * kv_heads, -1, dim)
-    along = torch.baddbmm(mean.view(-1, 1, dim), grouped, covariance.view(-1, dim, dim), alpha=0.5 * scaling)
+    grouped = query.reshape(len(mean), -1, dim)
+    along = torch.baddbmm(mean, grouped, covariance, alpha=0.5 * scaling)
     found = torch.bmm(along.view(-1, 1, dim), grouped.reshape(-1, dim, 1))
     found = found.view(*shape[1:3], batch, queries).permute(2, 0, 1, 3).contiguous() if alike else found.view(shape)
     return torch.add(log_tokens, found, alpha=scaling)

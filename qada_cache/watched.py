@@ -93,10 +93,10 @@ class WatchedCache(DynamicCache):
     def _enter(self, layer_idx: int, call: Hashable) -> None:
         """Raise if layers left something undone before this call of one, in this pass or in the last."""
         progress = self._shared.progress
-        if progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
-            self._check_whole()
-        elif layer_idx > progress.reached:
+        if 0 <= progress.reached < layer_idx and not progress.changing:
             self._check_handed_back()
+        elif progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
+            self._check_whole()
 
     def _note(self, layer_idx: int, call: Hashable) -> None:
         """Note that the pass has come to this call."""

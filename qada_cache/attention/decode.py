@@ -119,8 +119,8 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
         if options.other_moments is not None:
             found = estimate_by_others(options.other_moments, layer, states, query, rows)
         if (own := store.moments) is not None:
-            given = states, own.mean, own.covariance, rows.own_log_tokens
-            estimate = gaussian_log_bulk(*given, scaling=query.scaling, softcap=query.softcap)
+            told = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
+            estimate = gaussian_log_bulk(states, *own.flat, rows.own_log_tokens, **told)
             if 0 in own.count and not store.update_moments:  # frozen before there was anything to know
                 known = torch.tensor(own.count, device="cpu").to(estimate.device, non_blocking=True) > 0
                 says = known.view(-1, 1, 1, 1) | rows.own_log_tokens.isposinf()
@@ -144,15 +144,17 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
 def estimate_by_others(moments: KeyMoments, layer: QAdALayer, states: Tensor, query: Query, rows: Rows) -> Tensor:
     """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]` of queries `[batch, heads, queries, dim]` float32 by
     another prompt's moments: of each query those for its bulk's length."""
-    device, shard = states.device, layer.shared.model.shard
-    told: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap}
+    device, shard, kv_heads = states.device, layer.shared.model.shard, layer.store.near_keys.shape[1]
+    told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
     if states.shape[2] == 1:
         pair = layer.kept_moments.get(moments, layer.index, rows.row_moment_lengths, device, shard)
         return gaussian_log_bulk(states, *pair, rows.log_tokens, **told)
     lengths = rows.query_moment_lengths
     means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, shard)
     found = torch.full((), -torch.inf, device=device)
-    for length, mean, covariance in zip((0, *lengths), means.split(1), covariances.split(1), strict=False):
+    for length, mean, covariance in zip(
+        (0, *lengths), means.split(kv_heads), covariances.split(kv_heads), strict=False
+    ):
         estimate = gaussian_log_bulk(states, mean, covariance, rows.log_tokens, **told)
         found = torch.where(rows.bulk_tokens.unsqueeze(2) > length, estimate, found)
     return found

@@ -126,7 +126,8 @@ class Binding:
     def __init__(self) -> None:
         self.derived: Any = None  # what a kernel made of them; None once any of them is another
         self.log_bulk: tuple[Any, Tensor] | None = None  # where nothing is estimated, behind what it is for
-        self._key: Any = None
+        self._query: Any = None
+        self._numbers: Any = None
         self._checked: Callable[[], Operands | None] = lambda: None
         self._tensors: list[Callable[[], Any]] = []
 
@@ -135,16 +136,17 @@ class Binding:
 
     def matches(self, query: Query, layer: "Operands") -> bool:
         """Whether the last checked step had the same tensors and numbers, and a query like this one; else forget it."""
-        same = self._key == _describe_step(query, layer)
+        same = self._query == _describe_query(query)
         if same and self._checked() is not layer:
-            same = all(known() is one for known, one in zip(self._tensors, layer.tensors, strict=True))
+            same = self._numbers == _list_numbers(layer)
+            same = same and all(known() is one for known, one in zip(self._tensors, layer.tensors, strict=True))
         if not same:
-            self._key = self.derived = None
+            self._query = self.derived = None
         return same
 
     def remember(self, query: Query, layer: "Operands") -> None:
         """This step was checked."""
-        self._key, self._checked = _describe_step(query, layer), weakref.ref(layer)
+        self._query, self._numbers, self._checked = _describe_query(query), _list_numbers(layer), weakref.ref(layer)
         self._tensors = [(lambda: None) if one is None else weakref.ref(one) for one in layer.tensors]
 
 
@@ -163,12 +165,17 @@ class LastStep:
         self.known = None
 
 
-def _describe_step(query: Query, layer: "Operands") -> tuple[Any, ...]:
-    """All but the layer's tensors that a kernel's derived values depend on."""
+def _describe_query(query: Query) -> tuple[Any, ...]:
+    """What a kernel's derived values depend on of a query."""
     states, mass = query.states, query.log_bulk
     assert mass is not None  # no kernel computes "oracle"
     like = states.shape, states.dtype, states.device, mass.shape, mass.dtype, mass.device, mass.is_contiguous()
-    return *like, query.scaling, layer.logit_threshold, layer.group_rule, layer.token_threshold
+    return *like, query.scaling
+
+
+def _list_numbers(layer: "Operands") -> tuple[Any, ...]:
+    """All but its tensors that they depend on of a layer, which changes none of them."""
+    return layer.logit_threshold, layer.group_rule, layer.token_threshold
 
 
 @dataclass(eq=False)

@@ -13,6 +13,14 @@ BLOCK_TOKENS = 4096  # bounds the float32 copy of new keys
 Pair = tuple[Tensor, Tensor]  # mean and covariance
 
 
+def flatten(mean: Tensor, covariance: Tensor) -> Pair:
+    """Views of `[rows, kv_heads, dim]` and `[rows, kv_heads, dim, dim]` as batched products take them, `[rows *
+    kv_heads, 1, dim]` and `[rows * kv_heads, dim, dim]`. Whoever makes moments makes these too: at every token of every
+    layer they would take as long as a product."""
+    dim = mean.shape[-1]
+    return mean.view(-1, 1, dim), covariance.view(-1, dim, dim)
+
+
 class RunningMoments:
     """Count, mean and covariance of the keys of one layer, row by row, in float32. Chan's merge of centred blocks is
     stable for keys with large means, and independent of the split, to rounding."""
@@ -20,8 +28,12 @@ class RunningMoments:
     def __init__(self, batch: int, kv_heads: int, dim: int, device: torch.device) -> None:
         self.count = [0] * batch  # tokens taken in
         # Of the population; zeros for a row without tokens.
-        self.mean = torch.zeros(batch, kv_heads, dim, dtype=torch.float32, device=device)
-        self.covariance = torch.zeros(batch, kv_heads, dim, dim, dtype=torch.float32, device=device)
+        mean = torch.zeros(batch, kv_heads, dim, dtype=torch.float32, device=device)
+        self._hold(mean, mean.new_zeros(batch, kv_heads, dim, dim))
+
+    def _hold(self, mean: Tensor, covariance: Tensor) -> None:
+        self.mean, self.covariance = mean, covariance
+        self.flat = flatten(mean, covariance)
 
     def update(self, rows: slice, keys: Tensor) -> None:
         """Take in `keys` `[rows, kv_heads, tokens, dim]`, any dtype; the rows must have equal counts."""
@@ -49,15 +61,16 @@ class RunningMoments:
     def select_rows(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.count = [self.count[row] for row in index]
-        self.mean, self.covariance = self.mean[index], self.covariance[index]
+        self._hold(self.mean[index], self.covariance[index])
 
     def move(self, device: torch.device) -> None:
         """Move to another device."""
-        self.mean, self.covariance = self.mean.to(device), self.covariance.to(device)
+        self._hold(self.mean.to(device), self.covariance.to(device))
 
     def restore(self, count: list[int], mean: Tensor, covariance: Tensor) -> None:
         """Take over another one's moments."""
-        self.count, self.mean, self.covariance = count, mean, covariance
+        self.count = count
+        self._hold(mean, covariance)
 
 
 class LayerMoments:
@@ -66,11 +79,12 @@ class LayerMoments:
 
     def __init__(self) -> None:
         self._pair: Pair
+        self._flat: Pair  # views of these
         self._key: Any = None
         self._lengths: tuple[int, ...] = ()
 
     def get(self, moments: Any, layer: int, lengths: tuple[int, ...], device: torch.device, shard: HeadShard) -> Pair:
-        """Mean `[lengths, kv_heads, dim]` and covariance of the shard's heads, by `moments` (`KeyMoments`)."""
+        """Mean `[lengths * kv_heads, 1, dim]` and covariance of the shard's heads, by `moments` (`KeyMoments`)."""
         key = weakref.ref(moments), device, len(lengths) if len(lengths) > 1 else lengths
         before, self._key = self._key, None  # what an error leaves half-written is asked for anew
         if before != key:
@@ -79,13 +93,14 @@ class LayerMoments:
                 with torch.inference_mode(False):  # it may be written to outside inference mode
                     means, covariances = zip(self._pair, *more, strict=True)
                     self._pair = torch.cat(means), torch.cat(covariances)
+            self._flat = flatten(*self._pair)
         elif self._lengths != lengths:
             for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
                 if old != new:
                     for mine, made in zip(self._pair, moments.find_layer(layer, [new], device, shard)[0], strict=True):
                         mine[row] = made[0]
         self._key, self._lengths = key, lengths
-        return self._pair
+        return self._flat
 
     @property
     def nbytes(self) -> int:

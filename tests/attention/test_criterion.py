@@ -14,6 +14,7 @@ from qada_cache.criterion import (
     logit,
     score_moments,
 )
+from qada_cache.key_moments.running import flatten
 
 SCALING = 0.3
 EDGE_THRESHOLDS = (0.0, 1e-300, 1e-6, 0.1, 0.5, 0.6, 0.999, 1 - 1e-15, 1.0)
@@ -33,8 +34,8 @@ def test_gaussian_estimate_equals_reference(tokens: int, group: int) -> None:
     mean = torch.stack([torch.stack([head[0] for head in row]) for row in moments])
     covariance = torch.stack([torch.stack([head[1] for head in row]) for row in moments])
     log_tokens = torch.tensor(float(tokens)).log().view(1, 1, 1, 1)
-    given = queries.flatten(1, 2).unsqueeze(2), mean.float(), covariance.float(), log_tokens
-    found = gaussian_log_bulk(*given, scaling=SCALING).squeeze(3)
+    given = queries.flatten(1, 2).unsqueeze(2), *flatten(mean.float(), covariance.float()), log_tokens
+    found = gaussian_log_bulk(*given, kv_heads=kv_heads, scaling=SCALING).squeeze(3)
     for row in range(batch):
         for head in range(kv_heads):
             for index in range(group):
@@ -53,9 +54,10 @@ def test_gaussian_estimate_equals_reference(tokens: int, group: int) -> None:
 def test_moments_of_one_prompt_serve_every_row(softcap: float | None) -> None:
     queries, mean, covariance = random(3, 2 * 4, 5, 8), random(1, 2, 8, seed=1), random(1, 2, 8, 8, seed=2)
     covariance = covariance @ covariance.transpose(-1, -2)
-    log_tokens, options = random(3, 1, 1, 5), {"scaling": SCALING, "softcap": softcap}
-    together = gaussian_log_bulk(queries, mean, covariance, log_tokens, **options)
-    apart = gaussian_log_bulk(queries, mean.repeat(3, 1, 1), covariance.repeat(3, 1, 1, 1), log_tokens, **options)
+    log_tokens, options = random(3, 1, 1, 5), {"kv_heads": 2, "scaling": SCALING, "softcap": softcap}
+    together = gaussian_log_bulk(queries, *flatten(mean, covariance), log_tokens, **options)
+    repeated = flatten(mean.repeat(3, 1, 1), covariance.repeat(3, 1, 1, 1))
+    apart = gaussian_log_bulk(queries, *repeated, log_tokens, **options)
     assert together.shape == (3, 2, 4, 5)
     assert together.is_contiguous()  # as kernels read it
     torch.testing.assert_close(together, apart)
@@ -64,9 +66,10 @@ def test_moments_of_one_prompt_serve_every_row(softcap: float | None) -> None:
 def test_a_cap_far_away_changes_nothing() -> None:
     """The products without a cap are those of the scores' mean and variance."""
     queries, mean, covariance = random(3, 2 * 4, 5, 8), random(3, 2, 8, seed=1), random(3, 2, 8, 8, seed=2)
-    given = queries, mean, covariance @ covariance.transpose(-1, -2), random(3, 1, 1, 5)
-    capped = gaussian_log_bulk(*given, scaling=SCALING, softcap=1e4)
-    torch.testing.assert_close(gaussian_log_bulk(*given, scaling=SCALING), capped, rtol=1e-5, atol=1e-4)
+    given = queries, *flatten(mean, covariance @ covariance.transpose(-1, -2)), random(3, 1, 1, 5)
+    capped = gaussian_log_bulk(*given, kv_heads=2, scaling=SCALING, softcap=1e4)
+    found = gaussian_log_bulk(*given, kv_heads=2, scaling=SCALING)
+    torch.testing.assert_close(found, capped, rtol=1e-5, atol=1e-4)
 
 
 def test_variance_is_never_negative() -> None:
@@ -77,9 +80,8 @@ def test_variance_is_never_negative() -> None:
 
 
 def test_no_bulk_has_no_mass() -> None:
-    found = gaussian_log_bulk(
-        random(1, 1, 1, 4), random(1, 1, 4), random(1, 1, 4, 4), torch.full((1, 1, 1, 1), -math.inf), scaling=1.0
-    )
+    nothing = torch.full((1, 1, 1, 1), -math.inf)
+    found = gaussian_log_bulk(random(1, 1, 1, 4), random(1, 1, 4), random(1, 4, 4), nothing, kv_heads=1, scaling=1.0)
     assert found.item() == -math.inf
 
 

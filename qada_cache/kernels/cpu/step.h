@@ -236,12 +236,12 @@ struct Share {
     // leave a thread of a parallel region: the first one ends all work that is tried after it.
     template <typename Work>
     void each(int64_t count, Work work, bool alone = false) {
-        if (threads == 1 || alone) {
+        if (threads == 1 || count <= 1 || alone) {
             for (int64_t i = 0; i < count; i++) work(i);
             return;
         }
         std::atomic<bool> failed{false};
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (count > 1)
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
         for (int64_t i = 0; i < count; i++) try {
                 if (!failed) work(i);
             } catch (...) {
