@@ -168,17 +168,14 @@ class QAdACache(WatchedCache):
             raise ValueError(
                 f"this QAdACache was built for {built} layers and layer {layer_idx} called it: build one per model"
             )
-        shared, layer = self._shared, self.layers[layer_idx]
-        if layer_idx == 0 or layer_idx == shared.model.layers[0]:  # layer 0 may have no keys, and so not call
-            attention.check_switched_on(shared.model.config)
+        if layer_idx == 0 or layer_idx in self._shared.model.layers[:1]:  # layer 0 may have no keys, and so not call
+            attention.check_switched_on(self._shared.model.config)
         self._enter(layer_idx, "keys")
-        if shared.options.progress:
-            self._show_progress(layer_idx, key_states.shape[2])
-        if isinstance(layer, QAdALayer):  # all that transformers' own `update` does with it, at every layer and token
-            states = layer.update(key_states, value_states, *args, **kwargs)
-        else:
+        if not isinstance(layer := self.layers[layer_idx], QAdALayer):  # ours check for themselves
             self._check_rows(layer_idx, len(key_states))
-            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self.options.progress:
+            self._show_progress(layer_idx, key_states.shape[2])
+        states = layer.update(key_states, value_states, *args, **kwargs)  # which is all that `DynamicCache` does here
         self._note(layer_idx, "keys")
         return states
 
@@ -187,9 +184,8 @@ class QAdACache(WatchedCache):
         if tokens <= self.options.window:
             self._bar.close()
             return
-        held = self.get_seq_length(layer_idx)
-        prompt = max(held + tokens, attention.find_prompt().tokens)
-        self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
+        held, prompt = self.get_seq_length(layer_idx), attention.find_prompt().tokens
+        self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=max(held + tokens, prompt))
 
     def fork(self, **options: Any) -> "QAdACache":
         """A `copy.deepcopy` of the cache that decides by other options, with its counters at zero.

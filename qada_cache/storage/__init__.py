@@ -234,9 +234,8 @@ class TokenStore:
         before = self.lengths
         new = [tokens] * len(before) if valid is None else valid.sum(dim=-1).tolist()
         self.lengths = list(map(add, before, new))
-        self.alike[:] = map(_grow, self.alike, before, self.lengths)
-        if exact:
-            self.exact[:] = map(_grow, self.exact, before, self.lengths)
+        for counts in (self.exact, self.alike) if exact else (self.alike,):
+            counts[:] = map(_grow, counts, before, self.lengths)
 
     def _view_recent(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Views of the recent tokens of rows alike."""
