@@ -2,6 +2,7 @@
 cache's observer."""
 
 from functools import cache, partial
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -97,8 +98,9 @@ def attend_bulk(
     for one, part in zip(chosen, gathered, strict=True):
         assert sketch is not None
         found.add_chosen(one, part.keys, part.values, sketch)
-        counters.bulk_read_bytes += part.bulk_read_bytes
-        counters.resident_hit_bytes += part.resident_hit_bytes
+        if not whole[one.row][one.head]:
+            counters.bulk_read_bytes += part.bulk_read_bytes
+            counters.resident_hit_bytes += part.resident_hit_bytes
     return found
 
 
@@ -148,10 +150,10 @@ def _count_and_prefetch(
     bulk, counters = store.bulk, layer.counters
     in_records = bulk.records is not None
     for row, length in enumerate(bulk.lengths):
-        heads = sum(selecting[row]) if selecting else 0
+        readers = selecting[row] if selecting else []
         if in_records and bulk.stored[row]:  # whose keys follow from the sketch
-            heads += sum(whole[row])
-        if heads:
+            readers = map(or_, readers, whole[row]) if selecting else whole[row]
+        if heads := sum(readers):
             assert bulk.sketch is not None
             counters.sketch_read_bytes += bulk.sketch.tensors.count_read_bytes(length) * heads
     if selecting and store.sketch is not None and bulk.offloaded and layer.options.device_budget:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..criterion import StaticHeads, gaussian_log_bulk, logit
 from ..kernels import choice
 from ..kernels.operands import Operands, Query, Rows
+from ..kernels.turn import attend_to_turn
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
@@ -35,17 +37,24 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
         device=states.device,
     )
     query.log_bulk = estimate_log_bulk(layer, store, query, rows)
-    plain = query.sink_logits is None and query.softcap is None
-    kernel, operands = find_step(layer, store, states, plain and states.shape[2] == 1 and not layer.is_observed())
+    plain, single = query.sink_logits is None and query.softcap is None, states.shape[2] == 1
+    served = plain and (single or takes_turns(layer, store, states)) and not layer.is_observed()
+    kernel, operands = find_step(layer, store, states, served)
     if kernel is None:
         out, flags = attend_by_torch(layer, store, query, rows, operands)
     else:
         # Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
-        out, flags = kernel(query, rows, operands)
+        out, flags = (kernel if single else partial(attend_to_turn, kernel))(query, rows, operands)
         if operands.resident_pointers is not None:
             layer.counters.bulk_read_bytes += update_residency(bulk, flags.flatten(2).any(dim=-1))
     layer.counters.count(flags, rows, operands.kv_heads * bulk.token_bytes)
     return out
+
+
+def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
+    """Whether a kernel for single tokens is to compute several `[batch, heads, queries, dim]`: of one row, on a CPU.
+    Heads that are read whole are read once for all tokens by torch, and by a kernel once for each."""
+    return len(states) == 1 and store.sketch is not None and states.is_cpu and layer.options.kernels == "auto"
 
 
 def find_step(layer: QAdALayer, store: TokenStore, states: Tensor, by_kernel: bool) -> tuple[Callable | None, Operands]:
@@ -96,12 +105,12 @@ def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Op
 
 
 def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable | None:
-    """What `choice.choose_kernel` says of queries `[batch, heads, 1, dim]`."""
+    """What `choice.choose_kernel` says of single queries of `[batch, heads, queries, dim]`."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
     sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
     layout = sketch.layout if sketch is not None and sketch.in_use else None
-    call = states, bulk.keys, bulk.values, options.criterion, options.kernels
+    call = states[:, :, :1], bulk.keys, bulk.values, options.criterion, options.kernels
     return choice.choose_kernel(*call, layout=layout, records=records)
 
 

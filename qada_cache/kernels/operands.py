@@ -116,6 +116,12 @@ class Rows:
         pending = self.bulk_tokens - self.bulk_lengths.view(-1, 1, 1)
         return self.log_tokens.masked_fill((PENDING_SHARE * pending > self.bulk_tokens).unsqueeze(2), torch.inf)
 
+    @cached_property
+    def by_query(self) -> "Rows":
+        """One row's queries as rows of a query each; its bulk is that of all."""
+        masks = (mask.permute(2, 1, 0, 3) for mask in (self.local, self.pending))
+        return Rows(*masks, self.bulk_tokens.permute(2, 0, 1), self.bulk_lengths, self.decided.permute(2, 0, 1))
+
 
 class Binding:
     """The checks and derived values of a layer's last step, for the next one, nearly always with the same tensors.
@@ -259,6 +265,7 @@ def _check_layer(query: Query, layer: Operands) -> None:
     if queries != 1 or not kv_heads or heads % kv_heads:
         raise OperandError("query", describe(states), f"of one token and a multiple of {kv_heads} heads")
     shape = batch, kv_heads, heads // kv_heads, 1
+    held = 1 if len(layer.near_keys) == 1 else batch  # rows of queries may share what one row holds
     fits = mass is not None and (mass.dtype, mass.device) == (torch.float32, device) and mass.is_contiguous()
     if mass is None or not fits or tuple(mass.shape) not in (shape, (1, *shape[1:])):
         found = None if mass is None else describe(mass)
@@ -266,7 +273,7 @@ def _check_layer(query: Query, layer: Operands) -> None:
     for near, place in (("near", device), ("bulk", layer.bulk_keys.device)):
         tokens = getattr(layer, f"{near}_keys").shape[2]
         for name, size in ((f"{near}_keys", dim), (f"{near}_values", value_dim)):
-            part, shape = getattr(layer, name), (batch, kv_heads, tokens, size)
+            part, shape = getattr(layer, name), (held, kv_heads, tokens, size)
             if (part.dtype, tuple(part.shape), part.device) != (states.dtype, shape, place) or part.stride(3) != 1:
                 raise OperandError(name, describe(part), f"{states.dtype} {list(shape)} on {place}, each token in one")
     counters = ("bulk_read_bytes", "sketch_read_bytes")
@@ -280,14 +287,14 @@ def _check_layer(query: Query, layer: Operands) -> None:
         if (records := layer.records) is not None:
             room, size, recorded = 0, records.layout.size, records.tensor.shape[2]
             place = device if records.tensor.device == device else torch.device("cpu")
-            expected.append(("records", records.tensor, torch.uint8, (batch, kv_heads, recorded, size), place))
+            expected.append(("records", records.tensor, torch.uint8, (held, kv_heads, recorded, size), place))
             expected.append(("record_weights", records.weights, torch.float32, (kv_heads, dim), device))
         if capacity < room:
             raise OperandError("scales", describe(layer.sketch.scales), f"of {room} tokens or more")
         for name, (dtype, shape) in list_fields(dim, value_dim, words, capacity).items():
-            expected.append((name, getattr(layer.sketch, name), dtype, (batch, kv_heads, *shape), device))
-    for name, held, dtype, wanted, place in expected:
-        if held is None:
+            expected.append((name, getattr(layer.sketch, name), dtype, (held, kv_heads, *shape), device))
+    for name, part, dtype, wanted, place in expected:
+        if part is None:
             continue
-        if (held.dtype, tuple(held.shape), held.device) != (dtype, wanted, place) or not held.is_contiguous():
-            raise OperandError(name, describe(held), f"{dtype} {list(wanted)} on {place}, contiguous")
+        if (part.dtype, tuple(part.shape), part.device) != (dtype, wanted, place) or not part.is_contiguous():
+            raise OperandError(name, describe(part), f"{dtype} {list(wanted)} on {place}, contiguous")

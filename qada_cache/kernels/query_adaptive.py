@@ -25,7 +25,7 @@ class Chosen(NamedTuple):
 
     row: int
     head: int
-    queries: slice
+    queries: Tensor  # int64, the numbers of these queries
     tokens: Tensor  # int64, on the query's device: those that any of the queries reads
     seen: Tensor  # bool `[queries, tokens]`, by each of them
     log_unread: Tensor
@@ -78,19 +78,18 @@ def select(
     grouped: Tensor, flags: Tensor, lse: Tensor, lengths: list[int], query: Query, rows: Rows, layer: Operands
 ) -> tuple[list[list[bool]], list[list[bool]], list[Chosen]]:
     """What to read of bulks of `lengths` tokens, by `flags` as `decide` returns them and `lse` of `attend_near`:
-    whether each row and KV head reads its whole bulk, whether it selects tokens, and these.
+    whether each row and KV head reads its whole bulk, whether it selects tokens, and these. It may do both: each query
+    of a call reads what it would alone, all if its own estimates are unreliable.
 
     To read flags on the host is where a step waits for the device.
     """
-    long_heads = flags.flatten(2)
-    wanted = long_heads.any(dim=-1)  # [batch, kv_heads]
+    wanted = flags.any(dim=2)  # [batch, kv_heads, queries]
     if layer.sketch is None or not any(lengths):
-        return (wanted.tolist() if any(lengths) else [[]] * len(lengths)), [], []
-    # A KV head that is unreliable for one query is read whole for all queries of the call.
-    unreliable_heads = find_unreliable(grouped, layer.sketch, scaling=query.scaling) & long_heads
+        return (wanted.any(dim=-1).tolist() if any(lengths) else [[]] * len(lengths)), [], []
+    unreliable = find_unreliable(grouped, layer.sketch, scaling=query.scaling).view_as(flags)
     sketched = torch.tensor([length >= MIN_TOKENS for length in lengths], device=flags.device)
-    selects = wanted & sketched[:, None] & ~unreliable_heads.any(dim=-1)
-    selecting, whole = torch.stack([selects, wanted & ~selects]).tolist()
+    selects = wanted & sketched[:, None, None] & ~(unreliable & flags).any(dim=2)
+    selecting, whole = torch.stack([selects, wanted & ~selects]).any(dim=-1).tolist()
     chosen, shape = [], flags.shape[2:]  # [group, queries]
     bulk_tokens = rows.bulk_tokens.expand(len(flags), -1, -1)
     options: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap}
@@ -98,8 +97,7 @@ def select(
     for row, head in [(row, head) for row, heads in enumerate(selecting) for head, does in enumerate(heads) if does]:
         states, log_buffer = (tensor[row, head].unflatten(0, shape) for tensor in (grouped, lse))
         block = max(1, BLOCK_SCORES // (shape[0] * lengths[row]))
-        for first in range(0, shape[1], block):
-            part = slice(first, first + block)
+        for part in selects[row, head].nonzero()[:, 0].split(block):
             options |= {"log_buffer": log_buffer[:, part], "bulk_tokens": bulk_tokens[row, 0, part]}
             options["flags"] = flags[row, head, :, part]
             found = select_tokens(states[:, part], layer.sketch[row, head], lengths[row], **options)
@@ -128,17 +126,16 @@ class BulkAttention:
     def add_chosen(self, chosen: Chosen, keys: Tensor, values: Tensor, sketch: Sketch) -> None:
         """Some queries over tokens chosen for them `[1, 1, tokens, dim]`, and what stands for the rest."""
         queries, scaling = self._query.states.shape[2], self._query.scaling
-        states, out, lse, read_lse = (
-            part.unflatten(2, (-1, queries))[chosen.row, chosen.head, :, chosen.queries]
+        grouped, out, lse, read_lse = (
+            part.unflatten(2, (-1, queries))[chosen.row, chosen.head]
             for part in (self._grouped, self.out, self.lse, self.read_lse)
         )
+        states = grouped[:, chosen.queries]
         told: dict[str, Any] = {"scaling": scaling, "mask": chosen.seen, "softcap": self._query.softcap}
         found = partial_attention(states, keys[0], values[0], **told)
         rest = estimate_unread(states, sketch[chosen.row, chosen.head], chosen.tilt, scaling=scaling)
-        read_lse.copy_(found[1])
-        merged = merge_partials(*found, rest, chosen.log_unread)
-        out.copy_(merged[0])
-        lse.copy_(merged[1])
+        read_lse[:, chosen.queries] = found[1]
+        out[:, chosen.queries], lse[:, chosen.queries] = merge_partials(*found, rest, chosen.log_unread)
 
     def merge(self, out: Tensor, lse: Tensor, flags: Tensor) -> tuple[Tensor, Tensor]:
         """The output `[batch, kv_heads, group * queries, value_dim]` float32 of local attention and, for flagged heads,

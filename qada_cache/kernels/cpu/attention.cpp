@@ -12,10 +12,12 @@ void decode(const Decode& call) {
     const int64_t heads = call.batch * call.kv_heads, shares = SHARES * call.threads;
     int64_t bulk_read_bytes = 0, sketch_read_bytes = 0;
     bool failed = false;
+    std::unique_ptr<Reading> reading;
+    if (call.batch > 1 && !call.near_keys.row_stride) reading.reset(new Reading(call));
     auto run = [&](int64_t first, int64_t stop, int threads, int64_t& bulk, int64_t& sketch) {
         static thread_local std::vector<Scan> pool;  // which each thread makes, and frees, as it gets here
         try {
-            Share part(call, first, stop - first, threads, pool);
+            Share part(call, first, stop - first, threads, pool, reading.get());
             part.run();
             bulk += part.bulk_read_bytes;
             sketch += part.sketch_read_bytes;
@@ -33,6 +35,7 @@ void decode(const Decode& call) {
         for (int64_t share = 0; share < shares; share++)
             failed |= !run(heads * share / shares, heads * (share + 1) / shares, 1, bulk_read_bytes, sketch_read_bytes);
     if (failed) throw std::bad_alloc();
+    if (reading) reading->add_to(bulk_read_bytes, sketch_read_bytes);
     if (call.bulk_read_bytes) *call.bulk_read_bytes += bulk_read_bytes;
     if (call.sketch_read_bytes) *call.sketch_read_bytes += sketch_read_bytes;
 }

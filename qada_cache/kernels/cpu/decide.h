@@ -9,7 +9,8 @@ namespace {
 
 enum GroupRule { HEAD, ANY };
 
-// Where rows and heads of a tensor lie: so many elements apart, 0 where they share what is there.
+// Where rows and heads of a tensor lie: so many elements apart, 0 where they share what is there, as the tokens of one
+// row's call do, each of which is a row.
 template <typename T>
 struct View {
     T* data;
@@ -81,6 +82,35 @@ struct Decode {
             for (stop = start; stop < rows.columns && mask[stop];) stop++;
             partial.add(near_keys.at(row, head) + start * DIM, near_values.at(row, head) + start * VALUE_DIM,
                         stop - start);
+        }
+    }
+};
+
+constexpr int64_t TOKEN_BYTES = (DIM + VALUE_DIM) * (int64_t)sizeof(Element);
+
+// What is read of a bulk that all rows of a call share, as the tokens of one row's call do: what several of them read
+// counts once.
+struct Reading {
+    const Decode& call;
+    const int64_t tokens;
+    std::vector<uint8_t> seen;  // of each KV head, whether its sketch was read, and each of its tokens
+
+    explicit Reading(const Decode& call)
+        : call(call), tokens(call.bulk_length(0)), seen(call.kv_heads * (1 + tokens)) {}
+
+    // Threads write the same.
+    void mark(int64_t place) { __atomic_store_n(&seen[place], 1, __ATOMIC_RELAXED); }
+    void note_sketch(int64_t head) { mark(head * (1 + tokens)); }
+    void note(int64_t head, int64_t start, int64_t stop, const int32_t* listed) {
+        for (int64_t i = start; i < stop; i++) mark(head * (1 + tokens) + 1 + (listed ? listed[i] : i));
+    }
+    void add_to(int64_t& bulk_read_bytes, int64_t& sketch_read_bytes) const {
+        const int64_t recorded = call.recorded(0);
+        for (int64_t head = 0; head < call.kv_heads; head++) {
+            const uint8_t *sketch = &seen[head * (1 + tokens)], *first = sketch + 1;
+            if (*sketch) sketch_read_bytes += call.count_sketch_bytes(tokens);
+            bulk_read_bytes += std::count(first, first + recorded, 1) * RECORD_SIZE;
+            bulk_read_bytes += std::count(first + recorded, first + tokens, 1) * TOKEN_BYTES;
         }
     }
 };

@@ -17,8 +17,6 @@ int64_t count_splits(int64_t tokens, int64_t heads, int threads, int64_t split_t
     return std::max<int64_t>(1, std::min(wanted, tokens / split_tokens));
 }
 
-constexpr int64_t TOKEN_BYTES = (DIM + VALUE_DIM) * (int64_t)sizeof(Element);
-
 // Tokens of a bulk from `start` to `stop`, or of those that a scan has left, all of them in records or none; the result
 // goes to `part`.
 struct Job {
@@ -41,9 +39,11 @@ struct Share {
     std::vector<Job> jobs;
     std::vector<Selecting> selecting;
     int64_t scan_count = 0, bulk_read_bytes = 0, sketch_read_bytes = 0;  // bytes for the call's counters
+    Reading* const reading;  // takes them instead, of rows that share one bulk
 
-    Share(const Decode& call, int64_t first_head, int64_t head_count, int threads, std::vector<Scan>& pool)
-        : call(call), first_head(first_head), head_count(head_count), threads(threads), pool(pool),
+    Share(const Decode& call, int64_t first_head, int64_t head_count, int threads, std::vector<Scan>& pool,
+          Reading* reading)
+        : call(call), first_head(first_head), head_count(head_count), threads(threads), pool(pool), reading(reading),
           local_out(head_count * SIZE), local_lse(head_count * QUERIES), first_part(head_count), part_count(head_count),
           first_scan(head_count + 1), needed(head_count), selects(head_count),
           selecting(call.codes.data ? head_count : 0) {}
@@ -80,7 +80,8 @@ struct Share {
             int64_t first = start + units * split / splits * unit, last = start + units * (split + 1) / splits * unit;
             jobs.push_back({head, first, last, add_part(head), scan, recorded});
         }
-        bulk_read_bytes += (stop - start) * (recorded ? RECORD_SIZE : TOKEN_BYTES);
+        if (!reading) bulk_read_bytes += (stop - start) * (recorded ? RECORD_SIZE : TOKEN_BYTES);
+        else reading->note(kv_head_of(head), start, stop, scan ? scan->tokens.data() : nullptr);
     }
 
     // Of heads that need their bulk: what to read, or to scan.
@@ -91,7 +92,10 @@ struct Share {
             if (!needed[head]) continue;
             int64_t tokens = call.bulk_length(row_of(head)), recorded = call.recorded(row_of(head));
             int64_t splits = count_splits(tokens, flagged, threads, call.split_tokens);
-            if (selects[head] || recorded) sketch_read_bytes += call.count_sketch_bytes(tokens);
+            if (selects[head] || recorded) {
+                if (!reading) sketch_read_bytes += call.count_sketch_bytes(tokens);
+                else reading->note_sketch(kv_head_of(head));
+            }
             if (!selects[head]) {
                 add_part(head, &local_out[head * SIZE], &local_lse[head * QUERIES]);
                 if (recorded) add_jobs(head, 0, recorded, splits, true);
