@@ -152,7 +152,7 @@ def _count_and_prefetch(
     for row, length in enumerate(bulk.lengths):
         readers = selecting[row] if selecting else []
         if in_records and bulk.stored[row]:  # whose keys follow from the sketch
-            readers = map(or_, readers, whole[row]) if selecting else whole[row]
+            readers = list(map(or_, readers, whole[row])) if selecting else whole[row]
         if heads := sum(readers):
             assert bulk.sketch is not None
             counters.sketch_read_bytes += bulk.sketch.tensors.count_read_bytes(length) * heads

@@ -119,8 +119,8 @@ class Rows:
     @cached_property
     def by_query(self) -> "Rows":
         """One row's queries as rows of a query each; its bulk is that of all."""
-        masks = (mask.permute(2, 1, 0, 3) for mask in (self.local, self.pending))
-        return Rows(*masks, self.bulk_tokens.permute(2, 0, 1), self.bulk_lengths, self.decided.permute(2, 0, 1))
+        local, pending = (mask.permute(2, 1, 0, 3) for mask in (self.local, self.pending))
+        return Rows(local, pending, self.bulk_tokens.permute(2, 0, 1), self.bulk_lengths, self.decided.permute(2, 0, 1))
 
 
 class Binding:
