@@ -74,13 +74,16 @@ docs: $(DOCS)/.installed
 # Runs the notebook of examples anew, in place.
 notebook: $(VENV)/.installed
 	$(PIP) install -q --constraint constraints.txt nbclient ipykernel
-	TQDM_DISABLE=1 PYTHONWARNINGS=ignore $(RUN) -c "$$IN_NOTEBOOK"
+	$(RUN) -c "$$IN_NOTEBOOK"
 
 define IN_NOTEBOOK
 import nbclient, nbformat, pathlib
 for path in pathlib.Path("examples").glob("*.ipynb"):
     book = nbformat.read(path, 4)
     nbclient.NotebookClient(book, timeout=None, record_timing=False).execute()
+    for cell in book.cells:  # progress bars are no output to keep
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     nbformat.write(book, path)
 endef
 export IN_NOTEBOOK

@@ -22,7 +22,9 @@ options = parser.parse_args()
 
 # The command `qada tune`: minutes. It prints the curve, and keeps a choice that other pieces of the text confirm.
 command = [sys.executable, "-m", "qada_cache", "tune", options.model, "--kl", options.kl, "--tokens", options.tokens]
-subprocess.run([*command, *(["--text", options.text] if options.text else [])], check=True)
+status = subprocess.run([*command, *(["--text", options.text] if options.text else [])], check=False).returncode
+if status:
+    sys.exit(status)  # nothing was kept, and a line said why
 
 model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
 cache = QAdACache(model, tuned=True)  # says so once if nothing was kept

@@ -10,6 +10,7 @@ import needle
 import pytest
 import torch
 from readable import readable_model
+from transformers import AutoTokenizer
 
 from qada_cache import KeyMoments, QAdACache, __version__
 from qada_cache.__main__ import main
@@ -66,6 +67,20 @@ def test_errors_are_one_line(
     assert len(error) == 1
     assert re.search(message.format(tmp_path), error[0])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_cannot_be_loaded_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect to the Hub.")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    assert main(["profile", "--model", "no-such-model"]) == 1
+    assert (
+        capsys.readouterr().err
+        == "qada profile: cannot load the model 'no-such-model': We couldn't connect to the Hub.\n"
+    )
 
 
 def test_profile_goes_by_moments_of_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

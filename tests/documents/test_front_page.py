@@ -7,6 +7,7 @@ import re
 import pytest
 from documents import DOCUMENTS, ROOT
 
+from eval.shared.deciding import summarize
 from eval.shared.tables import Rows, read
 from qada_cache.state import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD
 
@@ -16,10 +17,11 @@ MODELS = {
     "smollm2": ("smollm2", "smollm2"),
     QWEN: ("qwen2.5-coder-0.5b", QWEN),
 }  # in names of memory's tables; of speed's
-DEFAULT = {
+IN_16_BITS = {
     "moments": "current+random-tokens", "rule": "any", "threshold": f"{THRESHOLD}",
     "read": f"sketch of {SKETCH_BITS} bits, {TOKEN_THRESHOLD}",
 }  # fmt: skip
+DEFAULT = IN_16_BITS | {"read": f"sketch of {SKETCH_BITS} bits over 8, {TOKEN_THRESHOLD}"}  # on a CPU
 
 
 def one(rows: Rows, **wanted: str) -> dict[str, str]:
@@ -29,16 +31,19 @@ def one(rows: Rows, **wanted: str) -> dict[str, str]:
 
 def column(model: str) -> list[str]:
     """A model's cells, from the top."""
-    trials = read(RESULTS / "trials_summary.csv")
-    prose = one(trials, model=model, task="prose", length="3072", **DEFAULT)
-    needles = one(trials, model=model, task="prose_niah", length="4096", **DEFAULT)
+    prose = {"model": model, "task": "prose", "length": "3072", **DEFAULT}
+    # Float32's table has no bytes of few bits.
+    same, counted = (
+        one(summarize(read(RESULTS / f"bits/{name}.csv")), **prose) for name in ("trials", "trials-bfloat16")
+    )
+    needles = one(read(RESULTS / "trials_summary.csv"), model=model, task="prose_niah", length="4096", **IN_16_BITS)
     in_memory, in_speed = MODELS[model]
     memory = read(RESULTS / f"memory-{in_memory}.csv")
     held = [float(one(memory, cache=cache)["held_mib"]) for cache in ("QAdACache", "DynamicCache")]
     speed = one(read(RESULTS / f"benchmark-{in_speed}-cpu.csv"), method="QAdACache")
     return [
-        f"{float(prose['bytes_read']):.1%}",
-        f"{float(prose['top1'].split()[0]):.1%}",
+        f"{float(counted['bytes_read']):.1%}",
+        f"{float(same['top1'].split()[0]):.1%}",
         needles["found"].replace("/", " of "),
         f"{held[0] / held[1]:.0%}",
         f"{float(speed['against_dynamic']):.1f}",

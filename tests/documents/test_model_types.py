@@ -54,4 +54,4 @@ def test_counts() -> None:
     (version,) = {row["transformers"] for row in ROWS}
     assert f"Transformers {version.rpartition('.')[0]} has {len(ROWS)} types of causal language models" in text
     assert f"- {len(types('served'))} are served" in text
-    assert f"(refused.md#model-types), {len(types('refused'))} more" in text
+    assert f"among the {len(types('refused'))} in [refused](refused.md#model-types)" in text
