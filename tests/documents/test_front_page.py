@@ -62,3 +62,8 @@ def test_half_the_time_is_half_the_time() -> None:
     seconds = [float(one(rows, method=name, tokens="16384")["first_token_s"]) for name in ("QAdACache", "DynamicCache")]
     assert "reads them in half the time" in README
     assert seconds[0] / seconds[1] == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_further_question() -> None:
+    turn = one(read(RESULTS / f"turns-{QWEN}-cpu.csv"), method="QAdACache", tokens="8192", turn="64")
+    assert f"8,192 read before, takes Qwen2.5-Coder {turn['over_dynamic']} of the time" in README.replace("\n", " ")
