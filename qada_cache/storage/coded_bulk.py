@@ -7,6 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.decoding import decode_records
 from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, count_closed
 from ..sketch.coded import (
     RecordLayout,
@@ -133,8 +134,15 @@ class CodedBulk(Bulk):
             index = torch.arange(tokens[0], tokens[0] + count, device=self.device)
             beside = [held[rows, heads, start:stop] for held in self.beside]
         if count:
-            keys = decode_keys(records, self._predict(rows, heads, index), self._find_weights(heads), self.layout)
-            parts.append([keys.to(self.keys.dtype), decode_values(records, self.layout).to(self.values.dtype)])
+            assert self.sketch is not None
+            weights, found = self._find_weights(heads), None
+            if not isinstance(tokens, Tensor):
+                sketch = self.sketch.tensors.map(lambda held: held[rows, heads])
+                found = decode_records(records, sketch, weights, self.layout, first=tokens[0])
+            if found is None:
+                predicted = self._predict(rows, heads, index)
+                found = decode_keys(records, predicted, weights, self.layout), decode_values(records, self.layout)
+            parts.append([part.to(like.dtype) for part, like in zip(found, self.beside, strict=True)])
         if beside[0].shape[2] or not count:
             parts.append(beside)
         keys, values = (torch.cat(each, dim=2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))

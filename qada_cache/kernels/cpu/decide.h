@@ -121,7 +121,7 @@ bool needs_long_context(float local, float bulk, float logit_threshold) {
 }
 
 // Local attention of one KV head, and which of its queries need the long context: whether any does.
-bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* lse) {
+inline bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* lse) {
     int64_t index = row * call.kv_heads + head;
     uint8_t* flags = call.flags + index * QUERIES;
     Attention local(call.query + index * QUERIES * DIM, call.scaling);

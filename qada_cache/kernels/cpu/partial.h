@@ -165,7 +165,7 @@ struct Attention {
 constexpr int SIZE = QUERIES * VALUE_DIM;
 
 // `out` and `lse` of query `q` over all of `count` parts [count, QUERIES, VALUE_DIM] and [count, QUERIES].
-void merge(const float* parts, const float* part_lse, int64_t count, int q, float* out, float* lse) {
+inline void merge(const float* parts, const float* part_lse, int64_t count, int q, float* out, float* lse) {
     float peak = -INFINITY, total = 0, sums[VALUE_DIM] = {};
     for (int64_t part = 0; part < count; part++) peak = std::max(peak, part_lse[part * QUERIES + q]);
     for (int64_t part = 0; part < count; part++) {

@@ -32,6 +32,7 @@ struct Share {
     const int64_t first_head, head_count;  // of all rows' heads: the first one here, and how many
     const int threads;
     std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
+    Reading* const reading;   // what is read of a bulk that rows share, which then counts instead of bytes here
     std::vector<float> local_out, local_lse, parts, part_lse;
     std::vector<int64_t> first_part, part_count;  // of each head: local attention, pending tokens, bulk; none if local
     std::vector<int64_t> first_scan;  // of each head, whose scans lie side by side; and where the last one's end
@@ -39,7 +40,6 @@ struct Share {
     std::vector<Job> jobs;
     std::vector<Selecting> selecting;
     int64_t scan_count = 0, bulk_read_bytes = 0, sketch_read_bytes = 0;  // bytes for the call's counters
-    Reading* const reading;  // takes them instead, of rows that share one bulk
 
     Share(const Decode& call, int64_t first_head, int64_t head_count, int threads, std::vector<Scan>& pool,
           Reading* reading)
