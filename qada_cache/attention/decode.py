@@ -19,6 +19,8 @@ from ..storage import TokenStore
 from ..storage.reading import update_residency
 from .by_torch import attend_by_torch
 
+TURN_TOKENS = 512  # more, where the window is as long, are matrices enough for torch
+
 
 def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tensor:
     """Query-adaptive attention: each head reads its sinks and window, a long-context head its bulk as well.
@@ -54,7 +56,8 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
 def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
     """Whether a kernel for single tokens is to compute several `[batch, heads, queries, dim]`: of one row, on a CPU.
     Heads that are read whole are read once for all tokens by torch, and by a kernel once for each."""
-    return len(states) == 1 and store.sketch is not None and states.is_cpu and layer.options.kernels == "auto"
+    of_one_row = len(states) == 1 and states.shape[2] <= TURN_TOKENS
+    return of_one_row and store.sketch is not None and states.is_cpu and layer.options.kernels == "auto"
 
 
 def find_step(layer: QAdALayer, store: TokenStore, states: Tensor, by_kernel: bool) -> tuple[Callable | None, Operands]:

@@ -9,7 +9,8 @@ namespace {
 // last: then what a phase leaves is in the thread's own caches. Few heads are split, and whole bulks, as few heads may
 // need theirs.
 void decode(const Decode& call) {
-    const int64_t heads = call.batch * call.kv_heads, shares = SHARES * call.threads;
+    const int64_t heads = call.batch * call.kv_heads,
+                  shares = std::max<int64_t>(SHARES * call.threads, heads / MOST_HEADS);
     int64_t bulk_read_bytes = 0, sketch_read_bytes = 0;
     bool failed = false;
     std::unique_ptr<Reading> reading;

@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int SHARES = 4;  // of the work for each thread, as they do not all get to work at once
+constexpr int64_t MOST_HEADS = 4;  // of a share: a scan keeps what it estimates of each of its tokens
 constexpr int64_t ALONE = 1 << 18;  // products of local attention that one thread has summed before another wakes
 
 // Parts to split a head's keys into when `heads` of them are shared by `threads`.
