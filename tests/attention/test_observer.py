@@ -110,12 +110,11 @@ def test_reads_account_for_what_was_read(padded: bool, theta: float) -> None:
 
 def tokens_read(seen: Observation, row: int, head: int, place: int) -> set[int]:
     """Of the stored bulk, by one query of one query head."""
-    found = set(range(seen.bulk_lengths[row])) if seen.whole[row] and seen.whole[row][head // 2] else set()
     for one in seen.chosen:
-        queries = range(*one.queries.indices(seen.flags.shape[3]))
+        queries = one.queries.tolist()
         if (one.row, one.head) == (row, head // 2) and place in queries:
-            found |= set(one.tokens[one.seen[queries.index(place)]].tolist())
-    return found
+            return set(one.tokens[one.seen[queries.index(place)]].tolist())
+    return set(range(seen.bulk_lengths[row])) if seen.whole[row] and seen.whole[row][head // 2] else set()
 
 
 def generate(model: PreTrainedModel, cache: QAdACache) -> tuple[Tensor, ...]:
