@@ -10,6 +10,7 @@ INTO = --out $(patsubst %/,%,$(dir $(TABLES)/$(@:tables/%=%)))
 RULER := prose_niah prose_niah_multikey_4 prose_niah_multivalue prose_niah_multiquery prose_vt prose_cwe prose_fwe prose_icl
 NEEDLES := prose_niah prose_niah_multikey_4
 SELECTED := --prefill 0 12 --question dense sparse
+FEW_BITS := --dtype bfloat16 --tokens --tasks $(RULER) --lengths 4096 --thresholds --static
 PAPERS := --group-rules head --moments random-words wiki single-word current --thresholds 0.1 0.3 0.5 0.7 0.9 0.99
 
 TARGETS := $(shell sed -n 's|^\(tables/.*\):.*|\1|p' eval/tables.mk)
@@ -70,10 +71,12 @@ tables/prefill/trials-qwen2.5-coder-0.5b.csv:  # interrupted after a document, a
 	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --bits 8 4 --tasks $(NEEDLES) --lengths 4096 --documents 5 $(OUT)
 
 tables/prefill/ruler-smollm2.csv:
-	$(EVAL).sweep --dtype bfloat16 --prefill 0 12 --bits 8 4 --tokens --tasks $(RULER) --lengths 4096 --limit 2 --thresholds --static $(OUT)
+	$(EVAL).sweep $(FEW_BITS) --prefill 0 12 --bits 8 --limit 2 $(OUT)
+	$(EVAL).sweep $(FEW_BITS) --bits 4 --limit 2 $(OUT)
 
 tables/prefill/ruler-qwen2.5-coder-0.5b.csv:
-	$(EVAL).sweep --model $(QWEN) --dtype bfloat16 --prefill 0 12 --bits 8 4 --tokens --tasks $(RULER) --lengths 4096 --limit 1 --thresholds --static $(OUT)
+	$(EVAL).sweep --model $(QWEN) $(FEW_BITS) --prefill 0 12 --bits 8 --limit 1 $(OUT)
+	$(EVAL).sweep --model $(QWEN) $(FEW_BITS) --bits 4 --limit 1 $(OUT)
 
 tables/rungs-smollm2.csv:
 	$(EVAL).rungs $(OUT)
