@@ -2,7 +2,8 @@
 cache's observer."""
 
 from functools import cache, partial
-from operator import or_
+from itertools import groupby
+from operator import attrgetter, or_
 
 import torch
 from torch import Tensor
@@ -94,11 +95,13 @@ def attend_bulk(
         else:
             counters.bulk_read_bytes += part.bulk_read_bytes
             counters.resident_hit_bytes += part.resident_hit_bytes
-    gathered = reading.gather_parts(store.bulk, [((one.row, one.head), one.tokens) for one in chosen])
-    for one, part in zip(chosen, gathered, strict=True):
+    by_head = [(head, list(blocks)) for head, blocks in groupby(chosen, key=attrgetter("row", "head"))]
+    gathered = reading.gather_parts(store.bulk, [(head, blocks[0].tokens) for head, blocks in by_head])
+    for ((row, head), blocks), part in zip(by_head, gathered, strict=True):
         assert sketch is not None
-        found.add_chosen(one, part.keys, part.values, sketch)
-        if not whole[one.row][one.head]:
+        for one in blocks:  # of queries, which share the tokens
+            found.add_chosen(one, part.keys, part.values, sketch)
+        if not whole[row][head]:
             counters.bulk_read_bytes += part.bulk_read_bytes
             counters.resident_hit_bytes += part.resident_hit_bytes
     return found

@@ -26,7 +26,7 @@ class Chosen(NamedTuple):
     row: int
     head: int
     queries: Tensor  # int64, the numbers of these queries
-    tokens: Tensor  # int64, on the query's device: those that any of the queries reads
+    tokens: Tensor  # int64, on the query's device: those that any query of the call chose of this head
     seen: Tensor  # bool `[queries, tokens]`, by each of them
     log_unread: Tensor
     tilt: Tensor
@@ -97,12 +97,14 @@ def select(
     for row, head in [(row, head) for row, heads in enumerate(selecting) for head, does in enumerate(heads) if does]:
         states, log_buffer = (tensor[row, head].unflatten(0, shape) for tensor in (grouped, lse))
         block = max(1, BLOCK_SCORES // (shape[0] * lengths[row]))
-        for part in selects[row, head].nonzero()[:, 0].split(block):
+        parts, found = selects[row, head].nonzero()[:, 0].split(block), []
+        for part in parts:
             options |= {"log_buffer": log_buffer[:, part], "bulk_tokens": bulk_tokens[row, 0, part]}
             options["flags"] = flags[row, head, :, part]
-            found = select_tokens(states[:, part], layer.sketch[row, head], lengths[row], **options)
-            tokens = found.tokens.any(dim=0).nonzero()[:, 0]
-            chosen.append(Chosen(row, head, part, tokens, found.tokens[:, tokens], found.log_unread, found.tilt))
+            found.append(select_tokens(states[:, part], layer.sketch[row, head], lengths[row], **options))
+        tokens = torch.stack([one.tokens.any(dim=0) for one in found]).any(dim=0).nonzero()[:, 0]
+        for part, one in zip(parts, found, strict=True):
+            chosen.append(Chosen(row, head, part, tokens, one.tokens[:, tokens], one.log_unread, one.tilt))
     return whole, selecting, chosen
 
 

@@ -26,10 +26,10 @@ class Observation:
     flags: Tensor  # bool, True for long-context
     read_lse: Tensor  # the log-sum-exp of the scores of all that was read, near and far, sinks learned by a model too
     bulk_lengths: tuple[int, ...]  # tokens of each row's stored bulk
-    # Of every row and KV head, whether it read all of these for any query that `chosen` does not name; may be empty
-    # where there are none.
+    # Of every row and KV head, whether queries of it read all of these: those with a flag that are in none of `chosen`.
+    # May be empty where there are none.
     whole: list[list[bool]]
-    chosen: list[Chosen]  # by row, KV head and queries, the tokens read
+    chosen: list[Chosen]  # the tokens that other queries read, of the same heads or of others
     find_true_log_bulk: Callable[[], Tensor]  # see `true_log_bulk`
 
     @cached_property

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
+from qada_cache.sketch import selection
 from qada_cache.state.layer import QAdALayer
 from qada_cache.state.observation import Observation
 from qada_cache.versions import pass_cache
@@ -76,16 +77,23 @@ def test_masses_and_decisions_equal_float64(padded: bool, criterion: str) -> Non
     assert compared > 30
 
 
-@pytest.mark.parametrize("theta", [0.0, 1.0])
+@pytest.mark.parametrize(("theta", "rough"), [(0.0, False), (1.0, False), (1.0, True)])
 @pytest.mark.parametrize("padded", [False, True])
-def test_reads_account_for_what_was_read(padded: bool, theta: float) -> None:
-    """Tokens that heads are said to have read have, in float64, the mass that was read."""
-    wholes, chosens, shares = 0, 0, []
+def test_reads_account_for_what_was_read(
+    padded: bool, theta: float, rough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that heads are said to have read have, in float64, the mass that was read; also if some queries of a head
+    find the sketch too rough and read all, and others choose."""
+    if rough:
+        monkeypatch.setattr(selection, "NOISE_SHARE", 0.0)
+        monkeypatch.setattr(selection, "UNRELIABLE", 0.125)
+    wholes, chosens, both, shares = 0, 0, 0, []
     with small_buffers(), small_sketch(6, 32):
         for told, kept, queries, valid, local in observed_calls(padded=padded, token_threshold=theta):
             for seen, _ in told if local is not None else ():
                 wholes += sum(map(sum, seen.whole))
                 chosens += len(seen.chosen)
+                both += sum(seen.whole[one.row][one.head] for one in seen.chosen)
                 assert all(int(one.tokens.max()) < seen.bulk_lengths[one.row] for one in seen.chosen if len(one.tokens))
                 for row, place in valid.nonzero().tolist():
                     position = kept[row].shape[1] - 1 - int(valid[row, place + 1 :].sum())
@@ -104,6 +112,7 @@ def test_reads_account_for_what_was_read(padded: bool, theta: float) -> None:
                         found = float(seen.read_lse.flatten(1, 2)[row, head, place])
                         assert found == pytest.approx(float(expected), abs=1e-4)
     assert (wholes > 20) if theta == 0 else (chosens > 20)
+    assert bool(both) == rough
     assert max(shares) <= 1
     assert theta == 0 or min(shares) < 0.9
 
@@ -111,8 +120,7 @@ def test_reads_account_for_what_was_read(padded: bool, theta: float) -> None:
 def tokens_read(seen: Observation, row: int, head: int, place: int) -> set[int]:
     """Of the stored bulk, by one query of one query head."""
     for one in seen.chosen:
-        queries = one.queries.tolist()
-        if (one.row, one.head) == (row, head // 2) and place in queries:
+        if (one.row, one.head) == (row, head // 2) and place in (queries := one.queries.tolist()):
             return set(one.tokens[one.seen[queries.index(place)]].tolist())
     return set(range(seen.bulk_lengths[row])) if seen.whole[row] and seen.whole[row][head // 2] else set()
 

@@ -105,6 +105,17 @@ def test_each_query_chooses_for_itself() -> None:
     torch.testing.assert_close(torch.cat(parts, dim=2), together, rtol=1e-5, atol=1e-5)
 
 
+def test_what_several_queries_read_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether all of them choose at once, or one after the other as their estimates would take too much memory."""
+    driver, inputs = filled()
+    turn, twin = inputs(WINDOW), Driver(copy.deepcopy(driver.layer), module=driver.module)
+    apart = ask(driver, turn)
+    monkeypatch.setattr(query_adaptive, "BLOCK_SCORES", 1 << 22)
+    torch.testing.assert_close(ask(twin, turn), apart, rtol=1e-5, atol=1e-5)
+    counted = [int(each.layer.counters.bulk_read_bytes) for each in (driver, twin)]
+    assert counted[0] == counted[1] > 0
+
+
 @pytest.mark.parametrize("budget", [0, 40_000, 1.0])
 def test_offloaded_equals_on_device(budget: int | float) -> None:
     """The same tokens are read, from the host or from residents."""
