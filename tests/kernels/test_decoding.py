@@ -28,9 +28,9 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
         pytest.skip("the processor cannot run it")
     monkeypatch.setattr(cpu, "FLAGS", tuple(f.replace("native", request.param) for f in cpu.FLAGS))
-    decoding.build.cache_clear()
+    decoding.build_decoder.cache_clear()
     yield
-    decoding.build.cache_clear()
+    decoding.build_decoder.cache_clear()
 
 
 @pytest.mark.usefixtures("built_for")
@@ -97,8 +97,8 @@ def test_long_turns_are_those_of_torch(bits: int, monkeypatch: pytest.MonkeyPatc
 def test_what_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing can be built there is one warning and no error."""
     monkeypatch.setattr(cpu, "_find_compiler", lambda: "/no/compiler")
-    decoding.build.cache_clear()
+    decoding.build_decoder.cache_clear()
     layout = RecordLayout.from_bits(64, 64, 8)
     assert layout is not None
-    assert decoding.build(layout) is None
-    decoding.build.cache_clear()
+    assert decoding.build_decoder(layout) is None
+    decoding.build_decoder.cache_clear()

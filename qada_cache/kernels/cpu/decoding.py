@@ -46,7 +46,7 @@ def decode_records(
     """
     if not records.is_cpu or not records.numel() or records.stride()[2:] != (layout.size, 1):
         return None
-    if (library := build(layout)) is None:
+    if (library := build_decoder(layout)) is None:
         return None
     rows, heads, tokens = records.shape[:3]
     found = [torch.empty(rows, heads, tokens, size, device="cpu") for size in (layout.dim, layout.value_dim)]
@@ -61,7 +61,7 @@ def decode_records(
 
 
 @functools.cache
-def build(layout: RecordLayout) -> ctypes.CDLL | None:
+def build_decoder(layout: RecordLayout) -> ctypes.CDLL | None:
     """The library for such records, built if need be; None, with one warning, if it cannot be."""
     try:
         library = load(SOURCE, define(ELEMENTS[torch.float32], layout.dim, layout.value_dim, 1, layout))
