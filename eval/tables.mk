@@ -154,10 +154,10 @@ tables/bfloat16/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).first_token --model $(QWEN) --tokens 4096 8192 16384 32768 --prefill 12 --rounds 1 $(INTO)
 
 tables/turns-smollm2-cpu.csv:
-	$(EVAL).turns --model smollm2 --tokens 6000 --turns 1 4 16 64 112 $(INTO)
+	$(EVAL).turns --model smollm2 --tokens 4000 --turns 4 16 64 112 128 512 $(INTO)
 
 tables/turns-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).turns --model $(QWEN) --tokens 8192 --turns 1 4 16 64 112 $(INTO)
+	$(EVAL).turns --model $(QWEN) --tokens 8192 --turns 4 16 64 112 128 512 $(INTO)
 
 tables/prompt_rate.csv:
 	$(EVAL).prompt_rate --tokens 8192 16384 --dims 64 128 --rounds 2 $(OUT)
