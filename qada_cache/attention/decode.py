@@ -128,10 +128,10 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
         return None
     if options.criterion == "gaussian" and rows.decisions:
         states = query.states.float()
-        told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
         if options.other_moments is not None:
-            found = estimate_by_others(options.other_moments, layer, states, rows, told)
+            found = estimate_by_others(options.other_moments, layer, states, query, rows)
         if (own := store.moments) is not None:
+            told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
             estimate = gaussian_log_bulk(states, *own.flat, rows.own_log_tokens, **told)
             if 0 in own.count and not store.update_moments:  # frozen before there was anything to know
                 known = torch.tensor(own.count, device="cpu").to(estimate.device, non_blocking=True) > 0
@@ -153,10 +153,12 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
     return layer.binding.log_bulk[1]
 
 
-def estimate_by_others(moments: KeyMoments, layer: QAdALayer, states: Tensor, rows: Rows, told: dict) -> Tensor:
+def estimate_by_others(moments: KeyMoments, layer: QAdALayer, states: Tensor, query: Query, rows: Rows) -> Tensor:
     """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]` of queries `[batch, heads, queries, dim]` float32 by
-    another prompt's moments: of each query those for its bulk's length; `told` as keywords of `gaussian_log_bulk`."""
-    device, shard, kv_heads = states.device, layer.shared.model.shard, told["kv_heads"]
+    another prompt's moments: of each query those for its bulk's length."""
+    assert layer.store is not None
+    device, shard, kv_heads = states.device, layer.shared.model.shard, layer.store.near_keys.shape[1]
+    told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
     if states.shape[2] == 1:
         pair = layer.kept_moments.get(moments, layer.index, rows.row_moment_lengths, device, shard)
         return gaussian_log_bulk(states, *pair, rows.log_tokens, **told)
