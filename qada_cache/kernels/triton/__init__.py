@@ -24,7 +24,7 @@ from torch import Tensor
 from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
 from ...sketch.coded import Records, find_block
 from ..operands import Operands, Query, Rows, check
-from .estimate_kernels import NUMBERS, estimate_kernel
+from .estimate_kernels import count_rows, estimate_kernel
 from .kernels import bulk_kernel, local_kernel, merge_kernel
 from .sketch_kernels import selected_kernel
 
@@ -46,6 +46,7 @@ BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeli
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Registers of a thread. Told how many it may take, the assembler spills none for the sake of more programs at once.
 SELECTED_REGISTERS = 128  # for four programs at once, as shared memory admits
+ESTIMATE_REGISTERS = 96
 RECORD_REGISTERS = {4: 168, 8: 128}  # by warps, for three or two
 MOST_REGISTERS = 255  # where fewer would spill, or programs are few
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
@@ -81,12 +82,11 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     return found | {"BLOCK_R": max(16, min(32, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
 
 
-def _find_estimate_sizes(queries: int, kinds: int) -> dict[str, int]:
+def _find_estimate_sizes(queries: int) -> dict[str, int]:
     """The tokens whose scores `estimate_kernel` estimates at once, and the registers that it takes: for five programs
-    at once, four or three."""
+    at once, if it takes all heads at once."""
     heads = min(queries, ESTIMATE_HEADS)
-    registers = 96 if kinds == 1 else 128 if heads <= 4 else 168
-    registers = registers if heads == queries else MOST_REGISTERS
+    registers = ESTIMATE_REGISTERS if heads == queries else MOST_REGISTERS
     return {"TURN": min(SEGMENT_TOKENS, TURN_TOKENS, ESTIMATES // heads), "maxnreg": registers}
 
 
@@ -134,8 +134,8 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     noises = [getattr(sketch, name, None) for name in ("noise", "variances")]
     coding = [getattr(sketch, name, None) for name in ("centres", "order", "weights")]
     values_of_unread = [getattr(sketch, name, None) for name in ("mean_value", "slopes", "slope_units")]
-    tokens = prepared = exact = turned = errors = sums = unread = None
-    segments, words, queries = 0, (0, 0, 0), triton.next_power_of_2(group)
+    tokens = prepared = turned = errors = sums = unread = None
+    segments, words, queries, rows_of_words = 0, (0, 0, 0), triton.next_power_of_2(group), 0
     sketch_bytes = (0, 0, 0)
     if sketch is not None:
         layout, segments, sketch_bytes = sketch.layout, sketch.units.shape[2], sketch.byte_counts
@@ -143,17 +143,16 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
         # Of whole blocks, and as many for every split.
         scan = min(SCAN_TOKENS, SCAN_SCORES // queries)
         room = splits * triton.cdiv(triton.cdiv(capacity, scan), splits) * scan
-        kinds = 1 if records is None else 2  # of scores: what tokens are expected to weigh; what codes say
-        estimates = states.new_empty(kinds, batch, heads, room, dtype=torch.float32)
+        estimates = states.new_empty(batch, heads, room, dtype=torch.float32)
         if records is not None:
-            exact, turned = estimates[1], states.new_empty(batch, heads, dim + 1, dtype=torch.int32)
+            turned = states.new_empty(batch, heads, dim + 1, dtype=torch.int32)
         tokens = bulk_lengths.new_empty(batch, kv_heads)
-        rows_of_words = layout.coded // 4 * kinds + NUMBERS.value
+        rows_of_words = count_rows(layout.coded, 1 if records is None else 2)
         prepared = states.new_empty(batch, kv_heads, segments, rows_of_words, queries, dtype=torch.int32)
         index = states.new_empty(batch, kv_heads, room, dtype=torch.int32)
         sums = states.new_empty(batch, heads, 4, splits, dtype=torch.float32)
         unread = states.new_empty(batch, heads, 2, splits, dtype=torch.float32)
-    segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "MIN_TOKENS": MIN_TOKENS, "BLOCK_Q": queries}
+    segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "ROWS": rows_of_words, "BLOCK_Q": queries}
     segment_sizes["BLOCK_H"] = min(queries, ESTIMATE_HEADS)
     segment_sizes |= dict(zip(("FOURS", "TWOS", "ONES"), words, strict=True))
     bulk_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
@@ -167,24 +166,24 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
             bulk_lengths.stride(0), decided.stride(0), log_bulk.stride(0), rows.columns, 1 + splits, scaling,
             layer.logit_threshold, 2 * selection.UNRELIABLE / scaling**2, selection.NOISE_SHARE,
             MIN_TOKENS if layer.token_threshold > 0 else NEVER, segments,
-            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, TURNED=find_block(dim),
+            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, TURNED=find_block(dim), MIN_TOKENS=MIN_TOKENS,
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
             **segment_sizes, **sizes, num_warps=_count_warps(sizes), maxnreg=MOST_REGISTERS,
         )  # fmt: skip
         if sketch is not None:
             estimate_kernel[(splits, kv_heads, batch)](
-                prepared, sketch.codes, sketch.scales, sketch.units, bulk_lengths, tokens, estimates, exact, sums,
+                prepared, sketch.codes, sketch.scales, sketch.units, bulk_lengths, tokens, estimates, sums,
                 bulk_lengths.stride(0), layout.count * sketch_room, sketch_room, segments, room,
-                G=group, **_find_estimate_sizes(queries, kinds), **segment_sizes,
+                G=group, **_find_estimate_sizes(queries), **segment_sizes,
             )  # fmt: skip
             selected_kernel[(splits, kv_heads, batch)](
-                states, turned, bulk_keys, bulk_values, record_tensor, layer.resident_pointers, bulk_lengths,
-                tokens, flags, estimates, exact, sums,
-                index, parts, lse, unread, layer.bulk_read_bytes, layer.resident_hit_bytes, *bulk_strides, room,
+                states, turned, prepared, sketch.codes, sketch.scales, sketch.units, bulk_keys, bulk_values,
+                record_tensor, layer.resident_pointers, bulk_lengths, tokens, flags, estimates, sums,
+                index, parts, lse, unread, layer.bulk_read_bytes, layer.resident_hit_bytes, *bulk_strides,
+                layout.count * sketch_room, sketch_room, segments, room,
                 record_room, scaling, math.log(layer.token_threshold or 1.0),
-                BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=queries,
-                TOKEN_BYTES=token_bytes, SEGMENT=SEGMENT_TOKENS, LAST=LAST_TOKENS, MIN_TOKENS=MIN_TOKENS,
-                TURNED=turned_values,
+                BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS),
+                TOKEN_BYTES=token_bytes, MIN_TOKENS=MIN_TOKENS, TURNED=turned_values, **segment_sizes,
                 **_find_record_sizes(records, states.dtype, sizes), **sizes, num_stages=SELECTED_STAGES,
             )  # fmt: skip
         elif splits:

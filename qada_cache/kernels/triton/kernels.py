@@ -32,8 +32,8 @@ def local_kernel(
     GROUP_RULE: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     SKETCH_TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr,
-    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TURNED: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -44,6 +44,7 @@ def local_kernel(
     of the sketch are counted where estimates are asked for. Meanwhile more programs, one a (KV head, row, segment),
     prepare its queries, whether or not anybody will ask: `p_prepared`, and `p_turned` for records.
     """
+    TERMS: tl.constexpr = 1 if p_turned is None else 2  # noqa: N806 - a compile-time constant
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
     if p_prepared is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
@@ -53,7 +54,7 @@ def local_kernel(
                 for first in range(0, G, BLOCK_H):
                     prepare_segment(
                         p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment,
-                        first, scaling, FOURS, TWOS, ONES, p_turned is not None, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
+                        first, scaling, FOURS, TWOS, ONES, TERMS, ROWS, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
                     )  # fmt: skip
                 if p_turned is not None:  # noqa: SIM102 - likewise
                     if i_segment == 0:

@@ -5,26 +5,28 @@
 Programs take turns at a bulk's blocks, because selected tokens lie close together: `i_split` has every
 `splits`-th. Where `local_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
 
-With `p_turned`, closed segments lie in records (`record_kernels.py`), whose keys follow from the sketch.
+With `p_records`, closed segments lie in records (`record_kernels.py`), whose keys follow from the sketch.
 """
 
 import triton
 import triton.language as tl
 
 from .blocks import attend_split, attend_tokens, resolve_pointer, rotate, store_part
+from .estimate_kernels import score_selected
 from .record_kernels import attend_records, count_closed
 
 
-@triton.jit(do_not_specialize=["record_room"])  # it grows with the bulk
+@triton.jit(do_not_specialize=["record_room", "s_codes", "s_head", "s_segment"])  # they grow with the bulk
 def selected_kernel(
-    p_query, p_turned, p_keys, p_values, p_records, p_resident_pointers, p_lengths, p_tokens, p_flags, p_estimates,
-    p_exact, p_sums, p_index, p_parts, p_lse, p_unread, p_bulk_read_bytes, p_resident_hit_bytes,
+    p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_resident_pointers,
+    p_lengths, p_tokens, p_flags, p_estimates, p_sums, p_index, p_parts, p_lse, p_unread, p_bulk_read_bytes, p_resident_hit_bytes,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
-    room, record_room, scaling, log_threshold,
+    s_codes, s_head, s_segment, room, record_room, scaling, log_threshold,
     BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr, TURNED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -116,11 +118,16 @@ def selected_kernel(
         if recorded < selected:
             b_out = rotate(b_out, TURNED)
         if recorded > 0:
+            score_selected(
+                p_prepared, p_codes, p_scales, p_units, p_index, p_estimates, i_group, s_codes, s_head, s_segment,
+                room, recorded, FOURS, TWOS, ONES, ROWS, SEGMENT, G, BLOCK_Q, BLOCK_H,
+            )  # fmt: skip
+            tl.debug_barrier()  # likewise
             p_records += i_group * record_room * RECORD
             if p_resident_pointers is not None:
                 p_records = resolve_pointer(p_records, p_resident_pointers + 2 * i_group)
             b_max, b_sum, b_out = attend_records(
-                b_max, b_sum, b_out, p_turned, p_records, p_index, p_exact, p_flags, i_group, room, recorded,
+                b_max, b_sum, b_out, p_turned, p_records, p_index, p_estimates, p_flags, i_group, room, recorded,
                 KEY_BITS, VALUE_BITS, RECORD, UNIT, TERMS, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_R,
             )  # fmt: skip
         store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
