@@ -14,6 +14,7 @@ from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
 UNROLLED = tl.constexpr(8)  # words of a key: of more, the assembler loads all ahead, and spills
+SCORED_HEADS = tl.constexpr(2)  # whose selected tokens are scored at once: of more, registers spill
 # Rows of a prepared segment, a word for each query head: integers, of four channels a row, and the sum of products'
 # offsets; then what the head's query says of the centre, half the variance of an error, and the step of products, each
 # for a scale of 1; then, where records are read, what the integers leave, in as many rows as they take.
@@ -111,9 +112,8 @@ def multiply_codes(
     p_codes, p_rows, room, o_tokens, m_tokens,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Products float32 [heads, tokens] of prepared queries with the odd integers of tokens of a head, whose words of 4-,
-    2- and 1-bit values lie `room` tokens apart. Pointers `p_rows` [heads, tokens or 1] are to the first of a term's
-    rows."""
+    """Products float32 [heads, tokens] of prepared queries with the odd integers of a head's tokens, whose words of 4-,
+    2- and 1-bit values lie `room` tokens apart. Pointers `p_rows` [heads, tokens or 1] are to a term's first row."""
     b_sum = tl.zeros([p_rows.shape[0], o_tokens.shape[0]], tl.int32)
     b_sum = add_products(b_sum, p_codes, p_rows, room, o_tokens, m_tokens, FOURS, 4, BLOCK_Q)
     p_codes += FOURS * room
@@ -217,12 +217,13 @@ def score_selected(
     """Write what codes say of the scores of `count` tokens of closed segments, `p_index`, over their estimates: by
     queries of two terms, and without what errors are expected to add."""
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
+    HEADS: tl.constexpr = min(BLOCK_H, SCORED_HEADS)  # noqa: N806 - a compile-time constant
     p_codes += i_group * s_codes
     p_scales += i_group * s_head
     p_units += i_group * s_segment
     p_prepared += i_group * s_segment * (ROWS * BLOCK_Q)
-    for first in range(0, G, BLOCK_H):
-        o_head = first + tl.arange(0, BLOCK_H)
+    for first in range(0, G, HEADS):
+        o_head = first + tl.arange(0, HEADS)
         p_heads = p_scores + (i_group * G + o_head) * room
         for start in range(0, count, LANES):
             o_place = start + tl.arange(0, LANES)

@@ -83,8 +83,8 @@ def attend_records(
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """As `attend`, of the `count` tokens `p_index` in the head's records, whose values stay rotated. `p_scores` has what
-    the sketch says of scores, of query heads `room` apart. Weights are rounded to `TERMS` times 8 bits."""
+    """As `attend`, of the `count` tokens `p_index` in the head's records, whose values stay rotated. `p_scores` has
+    what the sketch says of scores, of query heads `room` apart. Weights are rounded to `TERMS` times 8 bits."""
     tl.static_assert(KEY_BITS < 8 and VALUE_BITS < 8)
     o_head = tl.arange(0, BLOCK_G)
     o_group = i_group * G + o_head
