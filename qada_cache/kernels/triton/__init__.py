@@ -167,14 +167,14 @@ class _Bound:
         )  # fmt: skip
         token_bytes = dim * layer.bulk_keys.element_size() + value_dim * layer.bulk_values.element_size()
         segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "BLOCK_Q": queries} | words
-        segment_sizes["BLOCK_H"] = min(queries, ESTIMATE_HEADS)
+        at_once = {"BLOCK_H": min(queries, ESTIMATE_HEADS)}
         self._of_local = {
             "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
             "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes), "maxnreg": MOST_REGISTERS,
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
-            **segment_sizes, **sizes,
+            **segment_sizes, **at_once, **sizes,
         }  # fmt: skip
-        self._of_estimate = {"G": group, **_find_estimate_sizes(queries), **segment_sizes}
+        self._of_estimate = {"G": group, **_find_estimate_sizes(queries), **segment_sizes, **at_once}
         self._of_bulk = sizes
         self._of_selected = {
             "BLOCK_S": scan, "BLOCK_P": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes,

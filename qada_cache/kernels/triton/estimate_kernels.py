@@ -14,7 +14,6 @@ from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
 UNROLLED = tl.constexpr(8)  # words of a key: of more, the assembler loads all ahead, and spills
-SCORED_HEADS = tl.constexpr(2)  # whose selected tokens are scored at once: of more, registers spill
 # Rows of a prepared segment, a word for each query head: integers, of four channels a row, and the sum of products'
 # offsets; then what the head's query says of the centre, half the variance of an error, and the step of products, each
 # for a scale of 1; then, where records are read, what the integers leave, in as many rows as they take.
@@ -212,31 +211,29 @@ def estimate_kernel(
 def score_selected(
     p_prepared, p_codes, p_scales, p_units, p_index, p_scores, i_group, s_codes, s_head, s_segment, room, count,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
-    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+    G: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Write what codes say of the scores of `count` tokens of closed segments, `p_index`, over their estimates: by
-    queries of two terms, and without what errors are expected to add."""
+    queries of two terms, and without what errors are expected to add. One head at a time: of more, registers spill."""
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
-    HEADS: tl.constexpr = min(BLOCK_H, SCORED_HEADS)  # noqa: N806 - a compile-time constant
     p_codes += i_group * s_codes
     p_scales += i_group * s_head
     p_units += i_group * s_segment
     p_prepared += i_group * s_segment * (ROWS * BLOCK_Q)
-    for first in range(0, G, HEADS):
-        o_head = first + tl.arange(0, HEADS)
-        p_heads = p_scores + (i_group * G + o_head) * room
-        for start in range(0, count, LANES):
-            o_place = start + tl.arange(0, LANES)
-            m_tokens = o_place < count
-            o_tokens = tl.load(p_index + o_place, mask=m_tokens, other=0)
-            o_segment = o_tokens // SEGMENT
-            p_rows = p_prepared + (o_segment * (ROWS * BLOCK_Q))[None, :] + o_head[:, None]
-            p_numbers = p_rows + (PLANES + 1) * BLOCK_Q
+    p_scores += i_group * G * room
+    for start in range(0, count, LANES):
+        o_place = start + tl.arange(0, LANES)
+        m_tokens = o_place < count
+        o_tokens = tl.load(p_index + o_place, mask=m_tokens, other=0)
+        o_segment = o_tokens // SEGMENT
+        b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * tl.load(p_units + o_segment)
+        for head in range(G):
+            p_rows = (p_prepared + o_segment * (ROWS * BLOCK_Q) + head)[None, :]
             b_high = multiply_codes(p_codes, p_rows, s_head, o_tokens, m_tokens, FOURS, TWOS, ONES, BLOCK_Q)
-            p_rows = p_numbers + NUMBERS * BLOCK_Q
-            b_low = multiply_codes(p_codes, p_rows, s_head, o_tokens, m_tokens, FOURS, TWOS, ONES, BLOCK_Q)
+            p_numbers = p_rows + (PLANES + 1) * BLOCK_Q
             b_middle = tl.load(p_numbers).to(tl.float32, bitcast=True)
             b_step = tl.load(p_numbers + 2 * BLOCK_Q).to(tl.float32, bitcast=True)
-            b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * tl.load(p_units + o_segment)
+            p_rows = p_numbers + NUMBERS * BLOCK_Q
+            b_low = multiply_codes(p_codes, p_rows, s_head, o_tokens, m_tokens, FOURS, TWOS, ONES, BLOCK_Q)
             b_scores = b_middle + b_scale[None, :] * (b_step * (b_high + b_low * (1.0 / FINER)))
-            tl.store(p_heads[:, None] + o_tokens[None, :], b_scores, mask=(o_head < G)[:, None] & m_tokens[None, :])
+            tl.store(p_scores + head * room + o_tokens[None, :], b_scores, mask=m_tokens[None, :])

@@ -28,7 +28,6 @@ def selected_kernel(
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr, TURNED: tl.constexpr,
     BLOCK_R: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +121,7 @@ def selected_kernel(
         if recorded > 0:
             score_selected(
                 p_prepared, p_codes, p_scales, p_units, p_index, p_estimates, i_group, s_codes, s_head, s_segment,
-                room, recorded, FOURS, TWOS, ONES, ROWS, SEGMENT, G, BLOCK_Q, BLOCK_H,
+                room, recorded, FOURS, TWOS, ONES, ROWS, SEGMENT, G, BLOCK_Q,
             )  # fmt: skip
             tl.debug_barrier()  # likewise
             p_records += i_group * record_room * RECORD
