@@ -42,6 +42,11 @@ def test_what_is_used_was_prepared(tmp_path: Path) -> None:
 
 
 @needs_triton
+def test_bound_steps_launch_what_triton_would(tmp_path: Path) -> None:
+    assert run_compiled("direct_launches.py", tmp_path).startswith("3 kernels")
+
+
+@needs_triton
 @pytest.mark.parametrize(("bits", "coded"), [(0, False), (2, False), (2, True)])
 def test_nothing_is_compiled_anew_when_the_bulk_grows(bits: int, coded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What kernels are compiled for, their constants, does not follow the capacity."""

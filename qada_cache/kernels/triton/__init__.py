@@ -168,20 +168,20 @@ class _Bound:
         token_bytes = dim * layer.bulk_keys.element_size() + value_dim * layer.bulk_values.element_size()
         segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "BLOCK_Q": queries} | words
         at_once = {"BLOCK_H": min(queries, ESTIMATE_HEADS)}
-        self._of_local = {
+        self._local = _Launches(**{
             "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
             "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes), "maxnreg": MOST_REGISTERS,
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
             **segment_sizes, **at_once, **sizes,
-        }  # fmt: skip
-        self._of_estimate = {"G": group, **_find_estimate_sizes(queries), **segment_sizes, **at_once}
-        self._of_bulk = sizes
-        self._of_selected = {
+        })  # fmt: skip
+        self._estimate = _Launches(G=group, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
+        self._bulk = _Launches(**sizes)
+        self._selected = _Launches(**{
             "BLOCK_S": scan, "BLOCK_P": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes,
             "MIN_TOKENS": MIN_TOKENS, "TURNED": 0 if records is None else find_block(value_dim),  # turned together
             "num_stages": SELECTED_STAGES,
             **_find_record_sizes(records, states.dtype, sizes), **segment_sizes, **sizes,
-        }  # fmt: skip
+        })  # fmt: skip
 
     def compute(self, query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
         """`fused_decode` for another query and other rows than those that were bound."""
@@ -197,31 +197,54 @@ class _Bound:
         sketch, records = layer.sketch if self._sketched else None, layer.records
         resident = layer.resident_pointers, layer.resident_hit_bytes
         coding = (None,) * len(CODING) if sketch is None else [getattr(sketch, name) for name in CODING]
+        # What may differ between steps of what Triton compiles for: strides of 1, residents, multiples of 16.
+        variant = (*strides[2:4], resident[0] is None, *[each.data_ptr() % 16 == 0 for each in (states, *given)])
         with torch.cuda.device_of(states):  # Triton launches on the current device
-            local_kernel[(*self._grid, 1 + self._numbers[-1])](
+            self._local.launch(
+                local_kernel, (*self._grid, 1 + self._numbers[-1]), variant,
                 states, layer.near_keys, layer.near_values, *given, parts, lse, flags, out, done,
                 None if sketch is not None else layer.bulk_read_bytes,
                 None if sketch is None else layer.sketch_read_bytes, *resident, tokens, prepared, turned,
                 self._errors, *coding, None if records is None else records.weights,
-                *self._near_strides, *strides, rows.columns, *self._numbers, **self._of_local,
+                *self._near_strides, *strides, rows.columns, *self._numbers,
             )  # fmt: skip
             if sketch is not None:
                 of_codes = prepared, sketch.codes, sketch.scales, sketch.units
-                estimate_kernel[(self._splits, *self._grid)](
+                self._estimate.launch(
+                    estimate_kernel, (self._splits, *self._grid), variant,
                     *of_codes, lengths, tokens, shared("estimates"), shared("sums"),
-                    s_length, *self._sketch_strides, self._room, **self._of_estimate,
+                    s_length, *self._sketch_strides, self._room,
                 )  # fmt: skip
-                selected_kernel[(self._splits, *self._grid)](
+                self._selected.launch(
+                    selected_kernel, (self._splits, *self._grid), variant,
                     states, turned, *of_codes, layer.bulk_keys, layer.bulk_values,
                     None if records is None else records.tensor, lengths, *resident, layer.bulk_read_bytes, tokens,
                     flags, shared("estimates"), shared("sums"), shared("index"), parts, lse, shared("unread"),
                     sketch.mean_value, sketch.slopes, sketch.slope_units, out, done,
                     *self._bulk_strides, s_length, *self._sketch_strides, self._room, self._record_room,
-                    self._scaling, self._log_threshold, selection.UNREAD_WEIGHT, **self._of_selected,
+                    self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
                 )  # fmt: skip
             elif self._splits:
-                bulk_kernel[(self._splits, *self._grid)](
+                self._bulk.launch(
+                    bulk_kernel, (self._splits, *self._grid), variant,
                     states, layer.bulk_keys, layer.bulk_values, layer.resident_pointers, lengths, flags, parts, lse,
-                    out, done, *self._bulk_strides, s_length, self._scaling, **self._of_bulk,
+                    out, done, *self._bulk_strides, s_length, self._scaling,
                 )  # fmt: skip
         return out, flags
+
+
+class _Launches:
+    """Of one kernel, with its compile-time constants. What was compiled for a step is called, for another one like it,
+    without Triton's looking for it, which takes longer than all else that the host does."""
+
+    def __init__(self, **constants: Any) -> None:
+        self._constants = constants
+        self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # behind which constants in their order
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], variant: tuple[Any, ...], *args: Any) -> None:
+        """`variant` has all that Triton compiles for anew, of `args` that may differ from one step to the next."""
+        if (found := self._compiled.get(variant)) is not None:
+            compiled, constants = found
+            compiled[grid](*args, *constants)
+        elif (compiled := kernel[grid](*args, **self._constants)) is not None:  # the interpreter compiles nothing
+            self._compiled[variant] = compiled, [self._constants[name] for name in kernel.arg_names[len(args) :]]
