@@ -49,7 +49,8 @@ SELECTED_REGISTERS = 128  # for four programs at once, as shared memory admits
 ESTIMATE_REGISTERS = 96
 RECORD_REGISTERS = {4: 168, 8: 128}  # by warps, for three or two
 MOST_REGISTERS = 255  # where fewer would spill, or programs are few
-CODING = "noise", "variances", "centres", "order", "weights"  # of a sketch, what queries are prepared by
+# Of a sketch, what queries are prepared by.
+CODING = "noise", "variances", "centres", "order", "weights", "slopes", "slope_units"
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
@@ -150,6 +151,7 @@ class _Bound:
             parts |= {
                 "tokens": (torch.int64, batch * kv_heads),  # what `local_kernel` leaves for the choice
                 "prepared": (torch.int32, batch * kv_heads * segments * count * queries),
+                "along": (torch.float32, batch * heads * value_dim),
                 "estimates": (torch.float32, batch * heads * self._room),
                 "sums": (torch.float32, batch * heads * 4 * splits),
                 "index": (torch.int32, batch * kv_heads * self._room),
@@ -190,7 +192,7 @@ class _Bound:
         out, flags = states.new_empty(self._out), states.new_empty(self._flags, dtype=torch.bool)
         shared = self._scratch.find(states.device).get
         parts, lse, done = shared("parts"), shared("lse"), shared("done")
-        tokens, prepared, turned = shared("tokens"), shared("prepared"), shared("turned")
+        tokens, prepared, along, turned = (shared(name) for name in ("tokens", "prepared", "along", "turned"))
         given = rows.local, rows.pending, rows.bulk_lengths, rows.decided, log_bulk
         strides = [0 if len(each) < len(states) else each.stride(0) for each in given]  # 0: all rows share one
         lengths, s_length = given[2], strides[2]
@@ -204,7 +206,7 @@ class _Bound:
                 local_kernel, (*self._grid, 1 + self._numbers[-1]), variant,
                 states, layer.near_keys, layer.near_values, *given, parts, lse, flags, out, done,
                 None if sketch is not None else layer.bulk_read_bytes,
-                None if sketch is None else layer.sketch_read_bytes, *resident, tokens, prepared, turned,
+                None if sketch is None else layer.sketch_read_bytes, *resident, tokens, prepared, along, turned,
                 self._errors, *coding, None if records is None else records.weights,
                 *self._near_strides, *strides, rows.columns, *self._numbers,
             )  # fmt: skip
@@ -220,7 +222,7 @@ class _Bound:
                     states, turned, *of_codes, layer.bulk_keys, layer.bulk_values,
                     None if records is None else records.tensor, lengths, *resident, layer.bulk_read_bytes, tokens,
                     flags, shared("estimates"), shared("sums"), shared("index"), parts, lse, shared("unread"),
-                    sketch.mean_value, sketch.slopes, sketch.slope_units, out, done,
+                    sketch.mean_value, along, out, done,
                     *self._bulk_strides, s_length, *self._sketch_strides, self._room, self._record_room,
                     self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
                 )  # fmt: skip

@@ -14,6 +14,7 @@ from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
 UNROLLED = tl.constexpr(8)  # words of a key: of more, the assembler loads all ahead, and spills
+SLOPE_COLUMNS = tl.constexpr(32)  # of what values gain along a query, at once
 # Rows of a prepared segment, a word for each query head: integers, of four channels a row, and the sum of products'
 # offsets; then what the head's query says of the centre, half the variance of an error, and the step of products, each
 # for a scale of 1; then, where records are read, what the integers leave, in as many rows as they take.
@@ -67,6 +68,27 @@ def prepare_segment(
     tl.store(p_numbers, b_middle.to(tl.int32, bitcast=True))
     tl.store(p_numbers + BLOCK_Q, b_spread.to(tl.int32, bitcast=True))
     tl.store(p_numbers + 2 * BLOCK_Q, (b_unit * scaling).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def store_along(
+    p_along, p_query, p_slopes, p_units, i_group,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Write what values gain along each of a group's queries, `slopes (slope_units q)`: `p_along` [query heads, V]."""
+    o_value = tl.arange(0, BLOCK_V)
+    p_slopes += i_group * V * D + o_value[:, None] * D
+    p_units += i_group * D
+    for i_head in range(i_group * G, i_group * G + G):
+        b_along = tl.zeros([BLOCK_V], tl.float32)
+        for start in range(0, D, SLOPE_COLUMNS):
+            o_dim = start + tl.arange(0, SLOPE_COLUMNS)
+            m_dim = o_dim < D
+            b_slopes = tl.load(p_slopes + o_dim[None, :], mask=(o_value < V)[:, None] & m_dim[None, :], other=0)
+            b_query = tl.load(p_query + i_head * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
+            b_query *= tl.load(p_units + o_dim, mask=m_dim, other=0.0)
+            b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
+        tl.store(p_along + i_head * V + o_value, b_along, mask=o_value < V)
 
 
 @triton.jit

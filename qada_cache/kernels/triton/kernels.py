@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .blocks import attend, attend_split, compute_scores, find_unreliable, store_part
-from .estimate_kernels import prepare_segment
+from .estimate_kernels import prepare_segment, store_along
 from .merging import is_last, merge_group
 from .record_kernels import count_closed, count_segments, store_turned
 
@@ -26,7 +26,8 @@ INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are dec
 def local_kernel(
     p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags, p_out,
     p_done, p_bulk_read_bytes, p_sketch_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_prepared,
-    p_turned, p_errors, p_noise, p_variances, p_centres, p_order, p_weights, p_record_weights,
+    p_along, p_turned, p_errors, p_noise, p_variances, p_centres, p_order, p_weights, p_slopes, p_slope_units,
+    p_record_weights,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_pending, s_length, s_decided, s_log_bulk, columns, parts, scaling, logit_threshold, noise_limit,
     noise_share, min_tokens, s_segment,
@@ -46,7 +47,7 @@ def local_kernel(
     With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, 0 for a group that is to
     read all of them, as of any bulk that has not stored `min_tokens`, or -1 for one without a long-context head. Bytes
     of the sketch are counted where estimates are asked for. Meanwhile more programs, one a (KV head, row, segment),
-    prepare its queries, whether or not anybody will ask: `p_prepared`, and `p_turned` for records.
+    prepare its queries, whether or not anybody will ask: `p_prepared`, `p_along`, and `p_turned` for records.
     """
     TERMS: tl.constexpr = 1 if p_turned is None else 2  # noqa: N806 - a compile-time constant
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -60,8 +61,9 @@ def local_kernel(
                         p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment,
                         first, scaling, FOURS, TWOS, ONES, TERMS, ROWS, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
                     )  # fmt: skip
-                if p_turned is not None:  # noqa: SIM102 - likewise
-                    if i_segment == 0:
+                if i_segment == 0:
+                    store_along(p_along, p_query, p_slopes, p_slope_units, i_group, G, D, V, BLOCK_V)
+                    if p_turned is not None:
                         p_record_weights += i_head * D
                         store_turned(
                             p_turned, p_query, p_record_weights, i_group, scaling, TURNED, G, BLOCK_Q, D, BLOCK_D
@@ -167,6 +169,5 @@ def bulk_kernel(
     )  # fmt: skip
     if is_last(p_done, i_group):
         merge_group(
-            p_parts, p_lse, p_flags, None, None, p_query, None, None, None, p_out, i_group, splits, scaling, 0.0,
-            G, D, V, BLOCK_V, 0,
+            p_parts, p_lse, p_flags, None, None, None, None, p_out, i_group, splits, scaling, 0.0, G, V, BLOCK_V, 0,
         )  # fmt: skip

@@ -7,7 +7,6 @@ from .blocks import rotate
 
 ALL = tl.constexpr(256)  # a power of two that holds the parts of a head
 PART_BYTES = tl.constexpr(16384)  # of parts, float32, in the registers of a program
-SLOPE_COLUMNS = tl.constexpr(32)  # of what values gain along a query, at once
 
 
 @triton.jit
@@ -19,31 +18,31 @@ def is_last(p_done, i_group):
 
 @triton.jit
 def merge_group(
-    p_parts, p_lse, p_flags, p_unread, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, i_group, splits,
+    p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, splits,
     scaling, unread_weight,
-    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, TURNED: tl.constexpr,
+    G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """`merge_head` of the group's flagged heads. Of the others `local_kernel` has written the output."""
     for head in range(G):
         i_head = i_group * G + head
         if tl.load(p_flags + i_head):
             merge_head(
-                p_parts, p_lse, p_unread, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, i_group, i_head,
-                splits, scaling, unread_weight, D, V, BLOCK_V, TURNED,
+                p_parts, p_lse, p_unread, p_sums, p_mean, p_along, p_out, i_group, i_head,
+                splits, scaling, unread_weight, V, BLOCK_V, TURNED,
             )  # fmt: skip
 
 
 @triton.jit
 def merge_head(
-    p_parts, p_lse, p_unread, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, i_group, i_head, splits,
+    p_parts, p_lse, p_unread, p_sums, p_mean, p_along, p_out, i_group, i_head, splits,
     scaling, unread_weight,
-    D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, TURNED: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Attention over the union of a query head's parts, of `splits` of its bulk and of the near buffer.
 
     With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times,
-    with the value of `sketch.selection.estimate_unread`. With `TURNED`, parts of the bulk are rotated in blocks of so
-    many channels.
+    with the value of `sketch.selection.estimate_unread`; `p_along` is `store_along`'s. With `TURNED`, parts of the bulk
+    are rotated in blocks of so many channels.
     """
     BLOCK_N: tl.constexpr = PART_BYTES // (4 * BLOCK_V)  # noqa: N806 - a compile-time constant
     parts = 1 + splits
@@ -73,9 +72,7 @@ def merge_head(
     if p_unread is not None:
         unread = tl.sum(tl.exp(b_unread - shift), axis=0) * unread_weight
         if unread > 0.0:  # a bulk that is read whole has no estimates
-            b_along = add_along(
-                p_query + i_head * D, p_slopes + i_group * V * D, p_slope_units + i_group * D, D, V, BLOCK_V
-            )
+            b_along = tl.load(p_along + i_head * V + o_dim, mask=m_dim, other=0.0)
             b_along *= scaling * tilt(p_sums + i_head * 4 * splits, splits, b_unread, b_score)
             b_out += unread * (tl.load(p_mean + i_group * V + o_dim, mask=m_dim, other=0.0) + b_along)
         total += unread
@@ -101,18 +98,3 @@ def tilt(p_sums, splits, b_log, b_score):
     b_weight = tl.exp(b_log - tl.max(b_log, axis=0))
     lifted = tl.sum(b_weight * (b_score - mean), axis=0) / tl.sum(b_weight, axis=0)
     return tl.where(variance > 0.0, lifted / variance, 0.0)
-
-
-@triton.jit
-def add_along(p_query, p_slopes, p_units, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):
-    """What values gain along a query [BLOCK_V], `slopes (slope_units q)`, by `SLOPE_COLUMNS` channels at once."""
-    o_value = tl.arange(0, BLOCK_V)
-    b_along = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, D, SLOPE_COLUMNS):
-        o_dim = start + tl.arange(0, SLOPE_COLUMNS)
-        m_block = (o_value < V)[:, None] & (o_dim < D)[None, :]
-        b_slopes = tl.load(p_slopes + o_value[:, None] * D + o_dim[None, :], mask=m_block, other=0.0)
-        b_query = tl.load(p_query + o_dim, mask=o_dim < D, other=0.0)
-        b_query = b_query.to(tl.float32) * tl.load(p_units + o_dim, mask=o_dim < D, other=0.0)
-        b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
-    return b_along

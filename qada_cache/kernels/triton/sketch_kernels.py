@@ -21,7 +21,7 @@ from .record_kernels import attend_records, count_closed
 def selected_kernel(
     p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_lengths,
     p_resident_pointers, p_resident_hit_bytes, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums, p_index,
-    p_parts, p_lse, p_unread, p_mean, p_slopes, p_slope_units, p_out, p_done,
+    p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     s_codes, s_head, s_segment, room, record_room, scaling, log_threshold, unread_weight,
     BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
@@ -134,6 +134,6 @@ def selected_kernel(
         store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
     if is_last(p_done, i_group):
         merge_group(
-            p_parts, p_lse, p_flags, p_unread, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, i_group,
-            splits, scaling, unread_weight, G, D, V, BLOCK_V, TURNED,
+            p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, splits, scaling, unread_weight,
+            G, V, BLOCK_V, TURNED,
         )  # fmt: skip
