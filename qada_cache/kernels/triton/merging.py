@@ -6,7 +6,7 @@ import triton.language as tl
 from .blocks import rotate
 
 ALL = tl.constexpr(256)  # a power of two that holds the parts of a head
-PART_BYTES = tl.constexpr(16384)  # of parts, float32, in the registers of a program
+PART_BYTES = tl.constexpr(8192)  # of parts, float32, that are added at once; four times as many may be on their way
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def merge_head(
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.exp(b_all - shift), axis=0)
     b_out = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(1 if TURNED else 0, parts, BLOCK_N):
+    for start in tl.range(1 if TURNED else 0, parts, BLOCK_N, loop_unroll_factor=4):
         o_part = start + tl.arange(0, BLOCK_N)
         b_lse = tl.load(p_lse + o_part, mask=o_part < parts, other=float("-inf"))  # [BLOCK_N]
         m_part = (b_lse > float("-inf"))[:, None] & m_dim[None, :]  # empty parts hold nothing
