@@ -190,6 +190,9 @@ tables/gpu_plan.csv:
 tables/triton-resources.csv:
 	$(EVAL).triton_resources $(OUT)
 
+tables/launch_time.csv:
+	$(EVAL).launch_time $(OUT)
+
 tables/prefix_reuse.csv:
 	$(EVAL).prefix_reuse --tokens 7500 $(OUT)
 

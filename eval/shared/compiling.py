@@ -24,7 +24,7 @@ from qada_cache.sketch.coded import RecordLayout, Records
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
-KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel", "merge_kernel")
+KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
 OPTIONS = ("num_stages", "num_warps", "maxnreg")  # of a launch, for the compiler alone
 COLUMNS, BATCH, KV_HEADS = 70, 2, 2

@@ -20,19 +20,19 @@ def test_nothing_spills() -> None:
     """As docs/speed.md says."""
     rows = read(TABLE)
     assert list(rows[0]) == COLUMNS
-    assert (len(rows), {row["stack"] for row in rows}) == (240, {"0"})
+    assert (len(rows), {row["stack"] for row in rows}) == (176, {"0"})
     assert {row["architecture"] for row in rows} == {"sm_80", "sm_90"}
 
 
-@pytest.mark.parametrize(("sketch", "most"), [("1.5", 1300), ("1.5+8", 1600), ("1.5+4", 1600)])
-def test_estimates_leave_room_for_four_programs(sketch: str, most: int) -> None:
+@pytest.mark.parametrize("sketch", ["1.5", "1.5+8", "1.5+4"])
+def test_estimates_leave_room_for_four_programs(sketch: str) -> None:
     """Of 256 tokens at once, so that each instruction runs once for them, or less often."""
     like = {"kernel": "estimate_kernel", "dim": "128", "group": "4", "sketch": sketch}
     rows = [row for row in read(TABLE) if like.items() <= row.items()]
     assert len(rows) == 2
     for row in rows:
         assert int(row["registers"]) <= 128
-        assert int(row["instructions"]) <= most
+        assert int(row["instructions"]) <= 1300
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed: pip install triton")
@@ -47,4 +47,4 @@ def test_the_table_is_of_this_tree(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "eval.triton_resources", *asked], env=environment, check=True)
     of_table = [row for row in read(TABLE) if ROWS.items() <= row.items()]
     assert read(tmp_path / "found.csv") == of_table
-    assert len(of_table) == 4
+    assert len(of_table) == 3

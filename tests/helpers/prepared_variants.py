@@ -81,7 +81,7 @@ def main() -> None:
             for rows, padded in ((1, False), (2, True)):  # rows alike in a batch have another stride
                 seen.clear()
                 use(model, options, rows, padded=padded)
-                assert len(seen) >= 3
+                assert len(seen) >= 2
                 assert seen <= prepared, f"{name}, {rows} rows, padded: {padded}: {seen - prepared}"
             print(f"{name}: {len(prepared)} variants")
 

@@ -1,10 +1,10 @@
-"""Triton kernels for GPUs: one decode step of one layer in three or four, without a word between host and device.
+"""Triton kernels for GPUs: one decode step of one layer in two or three, without a word between host and device.
 
 `local_kernel` computes local attention and decides, `bulk_kernel` reads the bulk of KV heads that need it, in splits,
-`merge_kernel` puts the parts together. With a sketch, `local_kernel` also prepares queries for each segment, and
+of which the last one puts the parts together. With a sketch, `local_kernel` also prepares queries for each segment, and
 `estimate_kernel` estimates all scores of the bulk. Instead of `bulk_kernel`, `selected_kernel` then reads the selected
-tokens and sums the estimates of the others, and `merge_kernel` adds the expected value of unread tokens. Bulks of
-records take the same four, whether or not tokens are selected.
+tokens, sums the estimates of the others, and adds the expected value of unread tokens. Bulks of records take the same
+three, whether or not tokens are selected.
 
 The launches depend on shapes alone: flags, lengths and selections stay on the device, programs of local heads return at
 once, and a CUDA graph can hold all of it. The bulk may be pinned host memory, read in place over the bus. A byte that
@@ -24,15 +24,16 @@ from torch import Tensor
 from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, WORD_BITS, selection
 from ...sketch.coded import Records, find_block
 from ..operands import Operands, Query, Rows, check
-from .estimate_kernels import NUMBERS, estimate_kernel
-from .kernels import bulk_kernel, local_kernel, merge_kernel
+from .estimate_kernels import count_rows, estimate_kernel
+from .kernels import bulk_kernel, local_kernel
+from .scratch import Scratch
 from .sketch_kernels import selected_kernel
 
 SPLIT_TOKENS = (
     256  # a split of a bulk has at least about this many tokens, as its result must be written and read again
 )
-MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU; blocks of splits have room for all,
-# as one that followed the capacity would be compiled anew when the bulk grows
+MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU; below `merging.ALL`; blocks of splits
+# have room for all, as one that followed the capacity would be compiled anew when the bulk grows
 SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
 ESTIMATE_HEADS = 8  # query heads that are prepared, and whose scores are estimated, at once
@@ -40,14 +41,16 @@ ESTIMATES = 1024  # scores that are
 UNPACKED_BYTES = 4096  # of records in the registers of a program, a byte a value
 RECORD_SCORES = 1024  # of tokens whose records are read at once
 TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
-SLOPE_COLUMNS = 32  # of what values gain along a query, at once
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 # Terms of 8 bits each that attention's weights are rounded to where records hold the values, by the dtype of outputs.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Registers of a thread. Told how many it may take, the assembler spills none for the sake of more programs at once.
 SELECTED_REGISTERS = 128  # for four programs at once, as shared memory admits
+ESTIMATE_REGISTERS = 96
 RECORD_REGISTERS = {4: 168, 8: 128}  # by warps, for three or two
 MOST_REGISTERS = 255  # where fewer would spill, or programs are few
+# Of a sketch, what queries are prepared by.
+CODING = "noise", "variances", "centres", "order", "weights", "slopes", "slope_units"
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
@@ -81,12 +84,23 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     return found | {"BLOCK_R": max(16, min(32, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
 
 
-def _find_estimate_sizes(queries: int, kinds: int) -> dict[str, int]:
+def _find_sizes(query: Query, layer: Operands) -> dict[str, int]:
+    """Of heads and blocks, for all kernels that read tokens."""
+    dim, value_dim = query.states.shape[3], layer.near_values.shape[3]
+    group = query.states.shape[1] // layer.kv_heads
+    sizes = {"G": group, "BLOCK_G": _pad(group), "D": dim, "BLOCK_D": _pad(dim), "V": value_dim}
+    sizes["BLOCK_V"] = _pad(value_dim)
+    if layer.records is not None:
+        sizes["BLOCK_D"] = max(32, sizes["BLOCK_D"])  # as products of 8-bit integers take
+    in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * query.states.element_size())
+    return sizes | {"BLOCK_N": 64 if in_flight >= 64 else 32 if in_flight >= 32 else 16}
+
+
+def _find_estimate_sizes(queries: int) -> dict[str, int]:
     """The tokens whose scores `estimate_kernel` estimates at once, and the registers that it takes: for five programs
-    at once, four or three."""
+    at once, if it takes all heads at once."""
     heads = min(queries, ESTIMATE_HEADS)
-    registers = 96 if kinds == 1 else 128 if heads <= 4 else 168
-    registers = registers if heads == queries else MOST_REGISTERS
+    registers = ESTIMATE_REGISTERS if heads == queries else MOST_REGISTERS
     return {"TURN": min(SEGMENT_TOKENS, TURN_TOKENS, ESTIMATES // heads), "maxnreg": registers}
 
 
@@ -98,104 +112,141 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     where they are, so until the bulk grows; lengths, masks and `log_bulk` may be written to in place.
     """
     check(query, rows, layer)
-    assert query.log_bulk is not None
-    sketch, records, scaling = layer.sketch, layer.records, query.scaling
-    bulk_keys, bulk_values = layer.bulk_keys, layer.bulk_values
-    batch, heads, _, dim = query.states.shape
-    kv_heads, value_dim = bulk_keys.shape[1], bulk_values.shape[3]
-    group = heads // kv_heads
-    capacity, record_tensor, record_weights, record_room, turned_values = bulk_keys.shape[2], None, None, 0, 0
-    if records is not None:
-        assert sketch is not None
-        capacity = sketch.scales.shape[2]  # which is of all tokens
-        record_tensor, record_weights, record_room = records.tensor, records.weights, records.tensor.shape[2]
-        turned_values = find_block(value_dim)  # channels that are rotated together
-    splits = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
-    states = query.states.contiguous()
-    out = states.new_empty(batch, heads, 1, value_dim)
-    flags = states.new_empty(batch, kv_heads, group, 1, dtype=torch.bool)
-    parts = states.new_empty(batch, heads, 1 + splits, value_dim, dtype=torch.float32)
-    lse = states.new_empty(batch, heads, 1 + splits, dtype=torch.float32)
+    if layer.binding.derived is None:
+        layer.binding.derived = _Bound(query, layer)
+    return layer.binding.derived.compute(query, rows, layer)
 
-    token_bytes = dim * bulk_keys.element_size() + value_dim * bulk_values.element_size()
-    sizes = {"G": group, "BLOCK_G": _pad(group), "D": dim, "BLOCK_D": _pad(dim), "V": value_dim}
-    sizes["BLOCK_V"] = _pad(value_dim)
-    if records is not None:
-        sizes["BLOCK_D"] = max(32, sizes["BLOCK_D"])  # as products of 8-bit integers take
-    in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * states.element_size())
-    sizes["BLOCK_N"] = 64 if in_flight >= 64 else 32 if in_flight >= 32 else 16
-    local, pending, bulk_lengths, decided, log_bulk = (  # a shared row has stride 0
-        t.expand(batch, *t.shape[1:])
-        for t in (rows.local, rows.pending, rows.bulk_lengths, rows.decided, query.log_bulk)
-    )
-    if records is None and capacity < MIN_TOKENS:
-        sketch = None  # there is no room for a bulk that has one
-    # What `local_kernel` leaves for the choice: the number of tokens in each bulk, and queries as codes meet them.
-    noises = [getattr(sketch, name, None) for name in ("noise", "variances")]
-    coding = [getattr(sketch, name, None) for name in ("centres", "order", "weights")]
-    values_of_unread = [getattr(sketch, name, None) for name in ("mean_value", "slopes", "slope_units")]
-    tokens = prepared = exact = turned = errors = sums = unread = None
-    segments, words, queries = 0, (0, 0, 0), triton.next_power_of_2(group)
-    sketch_bytes = (0, 0, 0)
-    if sketch is not None:
-        layout, segments, sketch_bytes = sketch.layout, sketch.units.shape[2], sketch.byte_counts
-        words, errors, sketch_room = layout.words, layout.find_errors(states.device), sketch.scales.shape[2]
-        # Of whole blocks, and as many for every split.
-        scan = min(SCAN_TOKENS, SCAN_SCORES // queries)
-        room = splits * triton.cdiv(triton.cdiv(capacity, scan), splits) * scan
-        kinds = 1 if records is None else 2  # of scores: what tokens are expected to weigh; what codes say
-        estimates = states.new_empty(kinds, batch, heads, room, dtype=torch.float32)
+
+class _Bound:
+    """What stays as it is until storage changes: sizes, numbers and memory of a layer's kernels, but no tensor of its
+    own."""
+
+    def __init__(self, query: Query, layer: Operands) -> None:
+        sketch, records, states, scaling = layer.sketch, layer.records, query.states, query.scaling
+        (batch, heads, _, dim), (kv_heads, capacity) = states.shape, layer.bulk_keys.shape[1:3]
+        sizes, selects = _find_sizes(query, layer), layer.token_threshold > 0
+        group, value_dim = sizes["G"], sizes["V"]
+        queries, scan = triton.next_power_of_2(group), min(SCAN_TOKENS, SCAN_SCORES // triton.next_power_of_2(group))
         if records is not None:
-            exact, turned = estimates[1], states.new_empty(batch, heads, dim + 1, dtype=torch.int32)
-        tokens = bulk_lengths.new_empty(batch, kv_heads)
-        rows_of_words = layout.coded // 4 * kinds + NUMBERS.value
-        prepared = states.new_empty(batch, kv_heads, segments, rows_of_words, queries, dtype=torch.int32)
-        index = states.new_empty(batch, kv_heads, room, dtype=torch.int32)
-        sums = states.new_empty(batch, heads, 4, splits, dtype=torch.float32)
-        unread = states.new_empty(batch, heads, 2, splits, dtype=torch.float32)
-    segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "MIN_TOKENS": MIN_TOKENS, "BLOCK_Q": queries}
-    segment_sizes["BLOCK_H"] = min(queries, ESTIMATE_HEADS)
-    segment_sizes |= dict(zip(("FOURS", "TWOS", "ONES"), words, strict=True))
-    bulk_strides = (*bulk_keys.stride()[:3], *bulk_values.stride()[:3], bulk_lengths.stride(0))
-    with torch.cuda.device_of(states):  # Triton launches on the current device
-        local_kernel[(kv_heads, batch, 1 + segments)](
-            states, layer.near_keys, layer.near_values, local, pending, bulk_lengths, decided, log_bulk,
-            parts, lse, flags, layer.bulk_read_bytes if sketch is None else None,
-            None if sketch is None else layer.sketch_read_bytes, layer.resident_pointers,
-            layer.resident_hit_bytes, tokens, *noises, prepared, turned, errors, *coding, record_weights,
-            *layer.near_keys.stride()[:3], *layer.near_values.stride()[:3], local.stride(0), pending.stride(0),
-            bulk_lengths.stride(0), decided.stride(0), log_bulk.stride(0), rows.columns, 1 + splits, scaling,
-            layer.logit_threshold, 2 * selection.UNRELIABLE / scaling**2, selection.NOISE_SHARE,
-            MIN_TOKENS if layer.token_threshold > 0 else NEVER, segments,
-            GROUP_RULE=layer.group_rule, TOKEN_BYTES=token_bytes, TURNED=find_block(dim),
-            **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
-            **segment_sizes, **sizes, num_warps=_count_warps(sizes), maxnreg=MOST_REGISTERS,
-        )  # fmt: skip
+            assert sketch is not None
+            capacity = sketch.scales.shape[2]  # which is of all tokens
+        elif capacity < MIN_TOKENS:
+            sketch = None  # there is no room for a bulk that has one
+        self._sketched = sketch is not None
+        self._splits = splits = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
+        self._grid = kv_heads, batch
+        self._out, self._flags = (batch, heads, 1, value_dim), (batch, kv_heads, group, 1)
+        parts = {"parts": (torch.float32, batch * heads * (1 + splits) * value_dim)}
+        parts |= {"lse": (torch.float32, batch * heads * (1 + splits)), "done": (torch.int32, batch * kv_heads)}
+        segments, words, sketch_bytes = 0, {"FOURS": 0, "TWOS": 0, "ONES": 0, "ROWS": 0}, (0, 0, 0)
+        self._room, self._sketch_strides, self._record_room, self._errors = 0, (0, 0, 0), 0, None
         if sketch is not None:
-            estimate_kernel[(splits, kv_heads, batch)](
-                prepared, sketch.codes, sketch.scales, sketch.units, bulk_lengths, tokens, estimates, exact, sums,
-                bulk_lengths.stride(0), layout.count * sketch_room, sketch_room, segments, room,
-                G=group, **_find_estimate_sizes(queries, kinds), **segment_sizes,
-            )  # fmt: skip
-            selected_kernel[(splits, kv_heads, batch)](
-                states, turned, bulk_keys, bulk_values, record_tensor, layer.resident_pointers, bulk_lengths,
-                tokens, flags, estimates, exact, sums,
-                index, parts, lse, unread, layer.bulk_read_bytes, layer.resident_hit_bytes, *bulk_strides, room,
-                record_room, scaling, math.log(layer.token_threshold or 1.0),
-                BLOCK_S=scan, BLOCK_P=triton.next_power_of_2(MAX_SPLITS), BLOCK_Q=queries,
-                TOKEN_BYTES=token_bytes, SEGMENT=SEGMENT_TOKENS, LAST=LAST_TOKENS, MIN_TOKENS=MIN_TOKENS,
-                TURNED=turned_values,
-                **_find_record_sizes(records, states.dtype, sizes), **sizes, num_stages=SELECTED_STAGES,
-            )  # fmt: skip
-        elif splits:
-            bulk_kernel[(splits, kv_heads, batch)](
-                states, bulk_keys, bulk_values, layer.resident_pointers, bulk_lengths, flags, parts, lse, *bulk_strides,
-                scaling, **sizes,
-            )  # fmt: skip
-        merge_kernel[(batch * heads,)](
-            parts, lse, flags, unread, sums, states, *values_of_unread, out, 1 + splits, scaling,
-            selection.UNREAD_WEIGHT,
-            G=group, D=dim, BLOCK_C=SLOPE_COLUMNS, V=value_dim, BLOCK_V=sizes["BLOCK_V"],
-            BLOCK_P=triton.next_power_of_2(1 + MAX_SPLITS), BLOCK_N=16, TURNED=turned_values,
+            layout, segments, sketch_bytes = sketch.layout, sketch.units.shape[2], sketch.byte_counts
+            count = count_rows(layout.coded, 1 if records is None else 2)
+            words = dict(zip(words, (*layout.words, count), strict=True))
+            self._errors, sketch_room = layout.find_errors(states.device), sketch.scales.shape[2]
+            self._sketch_strides = layout.count * sketch_room, sketch_room, segments
+            # Of whole blocks, and as many for every split.
+            self._room = splits * triton.cdiv(triton.cdiv(capacity, scan), splits) * scan
+            parts |= {
+                "tokens": (torch.int64, batch * kv_heads),  # what `local_kernel` leaves for the choice
+                "prepared": (torch.int32, batch * kv_heads * segments * count * queries),
+                "along": (torch.float32, batch * heads * value_dim),
+                "estimates": (torch.float32, batch * heads * self._room),
+                "sums": (torch.float32, batch * heads * 4 * splits),
+                "index": (torch.int32, batch * kv_heads * self._room),
+                "unread": (torch.float32, batch * heads * 2 * splits),
+            }
+        if records is not None:
+            parts["turned"], self._record_room = (torch.int32, batch * heads * (dim + 1)), records.tensor.shape[2]
+        self._scratch = Scratch(**parts)
+        self._near_strides = *layer.near_keys.stride()[:3], *layer.near_values.stride()[:3]
+        self._bulk_strides = *layer.bulk_keys.stride()[:3], *layer.bulk_values.stride()[:3]
+        self._scaling, self._log_threshold = scaling, math.log(layer.token_threshold) if selects else 0.0
+        self._numbers = (
+            1 + splits, scaling, layer.logit_threshold, 2 * selection.UNRELIABLE / scaling**2, selection.NOISE_SHARE,
+            MIN_TOKENS if selects else NEVER, segments,
         )  # fmt: skip
-    return out, flags
+        token_bytes = dim * layer.bulk_keys.element_size() + value_dim * layer.bulk_values.element_size()
+        segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "BLOCK_Q": queries} | words
+        at_once = {"BLOCK_H": min(queries, ESTIMATE_HEADS)}
+        self._local = _Launches(**{
+            "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
+            "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes), "maxnreg": MOST_REGISTERS,
+            **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
+            **segment_sizes, **at_once, **sizes,
+        })  # fmt: skip
+        self._estimate = _Launches(G=group, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
+        self._bulk = _Launches(**sizes)
+        self._selected = _Launches(**{
+            "BLOCK_S": scan, "BLOCK_P": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes,
+            "MIN_TOKENS": MIN_TOKENS, "TURNED": 0 if records is None else find_block(value_dim),  # turned together
+            "num_stages": SELECTED_STAGES,
+            **_find_record_sizes(records, states.dtype, sizes), **segment_sizes, **sizes,
+        })  # fmt: skip
+
+    def compute(self, query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
+        """`fused_decode` for another query and other rows than those that were bound."""
+        states, log_bulk = query.states.contiguous(), query.log_bulk
+        assert log_bulk is not None
+        out, flags = states.new_empty(self._out), states.new_empty(self._flags, dtype=torch.bool)
+        shared = self._scratch.find(states.device).get
+        parts, lse, done = shared("parts"), shared("lse"), shared("done")
+        tokens, prepared, along, turned = (shared(name) for name in ("tokens", "prepared", "along", "turned"))
+        given = rows.local, rows.pending, rows.bulk_lengths, rows.decided, log_bulk
+        strides = [0 if len(each) < len(states) else each.stride(0) for each in given]  # 0: all rows share one
+        lengths, s_length = given[2], strides[2]
+        sketch, records = layer.sketch if self._sketched else None, layer.records
+        resident = layer.resident_pointers, layer.resident_hit_bytes
+        coding = (None,) * len(CODING) if sketch is None else [getattr(sketch, name) for name in CODING]
+        # What may differ between steps of what Triton compiles for: strides of 1, residents, multiples of 16.
+        variant = (*strides[2:4], resident[0] is None, *[each.data_ptr() % 16 == 0 for each in (states, *given)])
+        with torch.cuda.device_of(states):  # Triton launches on the current device
+            self._local.launch(
+                local_kernel, (*self._grid, 1 + self._numbers[-1]), variant,
+                states, layer.near_keys, layer.near_values, *given, parts, lse, flags, out, done,
+                None if sketch is not None else layer.bulk_read_bytes,
+                None if sketch is None else layer.sketch_read_bytes, *resident, tokens, prepared, along, turned,
+                self._errors, *coding, None if records is None else records.weights,
+                *self._near_strides, *strides, rows.columns, *self._numbers,
+            )  # fmt: skip
+            if sketch is not None:
+                of_codes = prepared, sketch.codes, sketch.scales, sketch.units
+                self._estimate.launch(
+                    estimate_kernel, (self._splits, *self._grid), variant,
+                    *of_codes, lengths, tokens, shared("estimates"), shared("sums"),
+                    s_length, *self._sketch_strides, self._room,
+                )  # fmt: skip
+                self._selected.launch(
+                    selected_kernel, (self._splits, *self._grid), variant,
+                    states, turned, *of_codes, layer.bulk_keys, layer.bulk_values,
+                    None if records is None else records.tensor, lengths, *resident, layer.bulk_read_bytes, tokens,
+                    flags, shared("estimates"), shared("sums"), shared("index"), parts, lse, shared("unread"),
+                    sketch.mean_value, along, out, done,
+                    *self._bulk_strides, s_length, *self._sketch_strides, self._room, self._record_room,
+                    self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
+                )  # fmt: skip
+            elif self._splits:
+                self._bulk.launch(
+                    bulk_kernel, (self._splits, *self._grid), variant,
+                    states, layer.bulk_keys, layer.bulk_values, layer.resident_pointers, lengths, flags, parts, lse,
+                    out, done, *self._bulk_strides, s_length, self._scaling,
+                )  # fmt: skip
+        return out, flags
+
+
+class _Launches:
+    """Of one kernel, with its compile-time constants. What was compiled for a step is called, for another one like it,
+    without Triton's looking for it, which takes longer than all else that the host does."""
+
+    def __init__(self, **constants: Any) -> None:
+        self._constants = constants
+        self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # behind which constants in their order
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], variant: tuple[Any, ...], *args: Any) -> None:
+        """`variant` has all that Triton compiles for anew, of `args` that may differ from one step to the next."""
+        if (found := self._compiled.get(variant)) is not None:
+            compiled, constants = found
+            compiled[grid](*args, *constants)
+        elif (compiled := kernel[grid](*args, **self._constants)) is not None:  # the interpreter compiles nothing
+            self._compiled[variant] = compiled, [self._constants[name] for name in kernel.arg_names[len(args) :]]

@@ -1,37 +1,43 @@
-"""What Triton's kernels estimate of a sketched bulk: scores of all tokens; names as in `kernels.py`.
+"""What Triton's kernels compute of a sketch's codes: estimates of all scores; names as in `kernels.py`.
 
 Queries are weighed, rotated and rounded once for each segment, by `prepare_segment`. A lane of `estimate_kernel` then
 has whole tokens to itself: a word holds four values of eight bits or less, side by side after a shift and a mask, and
-one instruction multiplies them with those of a query.
+one instruction multiplies them with those of a query. `score_selected` does so again, with queries of 16 bits, of the
+tokens alone whose records are read.
 """
 
 import triton
 import triton.language as tl
 
 from .blocks import BLOCK, FINER, WORD_BITS, dot_bytes, rotate, round_queries
-from .record_kernels import count_closed, count_segments
+from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
 UNROLLED = tl.constexpr(8)  # words of a key: of more, the assembler loads all ahead, and spills
-# Rows of a prepared segment behind those of values, a number for each query head: what its queries say of the centre,
-# half the variance of an error and the step of products, each for a scale of 1; then the sums of products' offsets.
-NUMBERS = tl.constexpr(5)
+SLOPE_COLUMNS = tl.constexpr(32)  # of what values gain along a query, at once
+# Rows of a prepared segment, a word for each query head: integers, of four channels a row, and the sum of products'
+# offsets; then what the head's query says of the centre, half the variance of an error, and the step of products, each
+# for a scale of 1; then, where records are read, what the integers leave, in as many rows as they take.
+NUMBERS = tl.constexpr(3)
+
+
+def count_rows(coded: int, terms: int) -> int:
+    """Of a prepared segment, for `coded` channels and queries in so many terms."""
+    return terms * (coded // 4 + 1) + NUMBERS.value
 
 
 @triton.jit
 def prepare_segment(
     p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment, first, scaling,
-    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TWICE: tl.constexpr,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
     G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write a group's queries as the codes of a segment meet them, for `estimate_kernel`: rows of `BLOCK_Q` words, the
-    integers of four channels in each, with what these leave in a row behind if `TWICE`; then `NUMBERS` rows. Of
+    """Write a group's queries as the codes of a segment meet them, in rows of `BLOCK_Q` words: see `NUMBERS`. Of
     `BLOCK_H` query heads from the `first` on."""
     FIRST_TWO: tl.constexpr = WORD_BITS // 4 * FOURS  # noqa: N806 - a compile-time constant
     FIRST_ONE: tl.constexpr = FIRST_TWO + WORD_BITS // 2 * TWOS  # noqa: N806 - a compile-time constant
     CODED: tl.constexpr = FIRST_ONE + WORD_BITS * ONES  # noqa: N806 - a compile-time constant
-    TERMS: tl.constexpr = 2 if TWICE else 1  # noqa: N806 - a compile-time constant
-    ROWS: tl.constexpr = CODED // 4 * TERMS + NUMBERS  # noqa: N806 - a compile-time constant
+    PLANES: tl.constexpr = CODED // 4  # noqa: N806 - a compile-time constant
     o_head, o_dim = first + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     m_dim = o_dim < D
     m_query = (o_head < G)[:, None] & m_dim[None, :]
@@ -47,21 +53,42 @@ def prepare_segment(
     b_errors = tl.load(p_errors + o_dim, mask=m_dim, other=0.0)
     b_spread = tl.sum(b_weighed * b_weighed * b_errors[None, :], axis=1) * (0.5 * scaling * scaling)
     b_rotated = rotate(tl.where((o_dim < CODED)[None, :], b_weighed, 0.0), BLOCK)
-    b_both, b_unit = round_queries(b_rotated, TWICE)
+    b_both, b_unit = round_queries(b_rotated, TERMS == 2)
     b_most = tl.where(o_dim < FIRST_TWO, 15, tl.where(o_dim < FIRST_ONE, 3, 1))[None, :]  # of the codes they meet
 
     p_prepared += i_place * (ROWS * BLOCK_Q) + o_head
-    o_row = tl.arange(0, BLOCK_D // 4) * TERMS
-    p_rows = p_prepared[:, None] + (o_row * BLOCK_Q)[None, :]
-    m_rows = (o_row < CODED // 4 * TERMS)[None, :]
-    p_numbers = p_prepared + CODED // 4 * TERMS * BLOCK_Q
+    o_row = tl.arange(0, BLOCK_D // 4)
     for term in tl.static_range(TERMS):
+        p_term = p_prepared + term * (PLANES + 1 + NUMBERS) * BLOCK_Q
         b_integers = (b_both << (24 - 8 * term)) >> 24  # of the byte, with its sign
-        tl.store(p_rows + term * BLOCK_Q, pack_bytes(b_integers), mask=m_rows)
-        tl.store(p_numbers + (3 + term) * BLOCK_Q, tl.sum(b_integers * b_most, axis=1))
+        p_rows = p_term[:, None] + (o_row * BLOCK_Q)[None, :]
+        tl.store(p_rows, pack_bytes(b_integers), mask=(o_row < PLANES)[None, :])
+        tl.store(p_term + PLANES * BLOCK_Q, tl.sum(b_integers * b_most, axis=1))
+    p_numbers = p_prepared + (PLANES + 1) * BLOCK_Q
     tl.store(p_numbers, b_middle.to(tl.int32, bitcast=True))
     tl.store(p_numbers + BLOCK_Q, b_spread.to(tl.int32, bitcast=True))
     tl.store(p_numbers + 2 * BLOCK_Q, (b_unit * scaling).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def store_along(
+    p_along, p_query, p_slopes, p_units, i_group,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Write what values gain along each of a group's queries, `slopes (slope_units q)`: `p_along` [query heads, V]."""
+    o_value = tl.arange(0, BLOCK_V)
+    p_slopes += i_group * V * D + o_value[:, None] * D
+    p_units += i_group * D
+    for i_head in range(i_group * G, i_group * G + G):
+        b_along = tl.zeros([BLOCK_V], tl.float32)
+        for start in range(0, D, SLOPE_COLUMNS):
+            o_dim = start + tl.arange(0, SLOPE_COLUMNS)
+            m_dim = o_dim < D
+            b_slopes = tl.load(p_slopes + o_dim[None, :], mask=(o_value < V)[:, None] & m_dim[None, :], other=0)
+            b_query = tl.load(p_query + i_head * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
+            b_query *= tl.load(p_units + o_dim, mask=m_dim, other=0.0)
+            b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
+        tl.store(p_along + i_head * V + o_value, b_along, mask=o_value < V)
 
 
 @triton.jit
@@ -75,49 +102,57 @@ def pack_bytes(b_integers):
 
 @triton.jit
 def add_word(
-    b_high, b_low, p_codes, p_rows, room, o_tokens, m_tokens, word,
-    BITS: tl.constexpr, TWICE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    b_sum, p_codes, p_rows, room, o_tokens, m_tokens, word, BITS: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """As `add_products`, of one word."""
-    TERMS: tl.constexpr = 2 if TWICE else 1  # noqa: N806 - a compile-time constant
     MASK: tl.constexpr = 0x01010101 * (2**BITS - 1)  # noqa: N806 - a compile-time constant
     b_codes = tl.load(p_codes + word * room + o_tokens, mask=m_tokens, other=0)
     for plane in tl.static_range(8 // BITS):
         b_bytes = ((b_codes >> plane * BITS) & MASK)[None, :]
-        p_row = p_rows + (word * (8 // BITS) + plane) * (TERMS * BLOCK_Q)
-        b_high = dot_bytes(b_high, b_bytes, tl.load(p_row)[:, None])
-        if TWICE:
-            b_low = dot_bytes(b_low, b_bytes, tl.load(p_row + BLOCK_Q)[:, None])
-    return b_high, b_low
+        b_sum = dot_bytes(b_sum, b_bytes, tl.load(p_rows + (word * (8 // BITS) + plane) * BLOCK_Q))
+    return b_sum
 
 
 @triton.jit
 def add_products(
-    b_high, b_low, p_codes, p_rows, room, o_tokens, m_tokens,
-    WORDS: tl.constexpr, BITS: tl.constexpr, TWICE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    b_sum, p_codes, p_rows, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """`b_high`, `b_low` [heads, tokens] and the products of prepared queries with `WORDS` words of `BITS` a value of
-    these tokens, `room` apart. Pointers `p_rows` [heads] are to the first of the words' rows."""
+    """`b_sum` and the products of prepared queries with `WORDS` words of `BITS` a value of these tokens, `room` apart.
+    Pointers `p_rows` are to the first of the words' rows."""
     if WORDS > UNROLLED:
         for word in range(WORDS):
-            b_high, b_low = add_word(
-                b_high, b_low, p_codes, p_rows, room, o_tokens, m_tokens, word, BITS, TWICE, BLOCK_Q
-            )
+            b_sum = add_word(b_sum, p_codes, p_rows, room, o_tokens, m_tokens, word, BITS, BLOCK_Q)
     else:
         for word in tl.static_range(WORDS):
-            b_high, b_low = add_word(
-                b_high, b_low, p_codes, p_rows, room, o_tokens, m_tokens, word, BITS, TWICE, BLOCK_Q
-            )
-    return b_high, b_low
+            b_sum = add_word(b_sum, p_codes, p_rows, room, o_tokens, m_tokens, word, BITS, BLOCK_Q)
+    return b_sum
+
+
+@triton.jit
+def multiply_codes(
+    p_codes, p_rows, room, o_tokens, m_tokens,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Products float32 [heads, tokens] of prepared queries with the odd integers of a head's tokens, whose words of 4-,
+    2- and 1-bit values lie `room` tokens apart. Pointers `p_rows` [heads, tokens or 1] are to a term's first row."""
+    b_sum = tl.zeros([p_rows.shape[0], o_tokens.shape[0]], tl.int32)
+    b_sum = add_products(b_sum, p_codes, p_rows, room, o_tokens, m_tokens, FOURS, 4, BLOCK_Q)
+    p_codes += FOURS * room
+    p_rows += 2 * FOURS * BLOCK_Q
+    b_sum = add_products(b_sum, p_codes, p_rows, room, o_tokens, m_tokens, TWOS, 2, BLOCK_Q)
+    p_codes += TWOS * room
+    p_rows += 4 * TWOS * BLOCK_Q
+    b_sum = add_products(b_sum, p_codes, p_rows, room, o_tokens, m_tokens, ONES, 1, BLOCK_Q)
+    return (2 * b_sum - tl.load(p_rows + 8 * ONES * BLOCK_Q)).to(tl.float32)
 
 
 # Without what Triton knows of multiples of 16, a lane keeps its tokens from the first load to the last store.
 @triton.jit(do_not_specialize=["s_codes", "s_head", "s_segment", "room"])
 def estimate_kernel(
-    p_prepared, p_codes, p_scales, p_units, p_lengths, p_tokens, p_estimates, p_exact, p_sums,
+    p_prepared, p_codes, p_scales, p_units, p_lengths, p_tokens, p_estimates, p_sums,
     s_length, s_codes, s_head, s_segment, room,
-    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr,
-    SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr, TURN: tl.constexpr,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr, LAST: tl.constexpr, TURN: tl.constexpr,
     G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """`codec.estimate_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
@@ -128,30 +163,20 @@ def estimate_kernel(
 
     `p_sums` `[query heads, 4, splits]` takes the log of the sum of exponentials of a split's estimates, their number,
     their mean, and the sum of their squares around it.
-
-    With `p_exact`, this takes the scores that codes of closed segments say, of heads that read them whole too.
     """
-    TWICE: tl.constexpr = p_exact is not None  # noqa: N806 - a compile-time constant
-    TERMS: tl.constexpr = 2 if TWICE else 1  # noqa: N806 - a compile-time constant
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
-    ROW_WORDS: tl.constexpr = (PLANES * TERMS + NUMBERS) * BLOCK_Q  # noqa: N806 - a compile-time constant
     ACROSS: tl.constexpr = min(TURN, LANES)  # noqa: N806 - a compile-time constant
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1), tl.program_id(2)
     i_group = (i_row * tl.num_programs(1) + i_head).to(tl.int64)
-    tokens = tl.load(p_tokens + i_group)
-    stop = tl.load(p_lengths + i_row * s_length)
-    length, segments = stop, count_segments(stop, SEGMENT, LAST)
-    if tokens <= 0:  # no estimate is asked for
-        stop = stop * 0 if p_exact is None else tl.where(tokens < 0, 0, count_closed(length, SEGMENT, LAST, MIN_TOKENS))
-    if stop == 0:
+    if tl.load(p_tokens + i_group) <= 0:  # no estimate is asked for
         return
+    length = tl.load(p_lengths + i_row * s_length)
+    segments = count_segments(length, SEGMENT, LAST)
     p_codes += i_group * s_codes
-    p_twos = p_codes + FOURS * s_head
-    p_ones = p_twos + TWOS * s_head
     p_scales += i_group * s_head
     p_units += i_group * s_segment
-    p_prepared += i_group * s_segment * ROW_WORDS
+    p_prepared += i_group * s_segment * (ROWS * BLOCK_Q)
     for first in range(0, G, BLOCK_H):
         o_head = first + tl.arange(0, BLOCK_H)
         m_head = o_head < G
@@ -164,39 +189,24 @@ def estimate_kernel(
         b_square = tl.zeros([BLOCK_H, ACROSS], tl.float32)
         b_origin = tl.zeros([BLOCK_H], tl.float32)
         seen = 0
-        for turn in range(i_split * TURN, stop, splits * TURN):
+        for turn in range(i_split * TURN, length, splits * TURN):
             i_segment = tl.minimum(turn // SEGMENT, segments - 1)
             o_tokens = turn + tl.arange(0, TURN)
             m_tokens = o_tokens < length
-            p_rows = p_prepared + i_segment * ROW_WORDS + o_head
-            b_high = tl.zeros([BLOCK_H, TURN], tl.int32)
-            b_low = tl.zeros([BLOCK_H, TURN], tl.int32)
-            b_high, b_low = add_products(
-                b_high, b_low, p_codes, p_rows, s_head, o_tokens, m_tokens, FOURS, 4, TWICE, BLOCK_Q
-            )
-            p_rows += 2 * FOURS * TERMS * BLOCK_Q
-            b_high, b_low = add_products(
-                b_high, b_low, p_twos, p_rows, s_head, o_tokens, m_tokens, TWOS, 2, TWICE, BLOCK_Q
-            )
-            p_rows += 4 * TWOS * TERMS * BLOCK_Q
-            b_high, b_low = add_products(
-                b_high, b_low, p_ones, p_rows, s_head, o_tokens, m_tokens, ONES, 1, TWICE, BLOCK_Q
-            )
-            p_rows += 8 * ONES * TERMS * BLOCK_Q
+            p_rows = p_prepared + i_segment * (ROWS * BLOCK_Q) + o_head
+            b_products = multiply_codes(
+                p_codes, p_rows[:, None], s_head, o_tokens, m_tokens, FOURS, TWOS, ONES, BLOCK_Q
+            )  # fmt: skip
+            p_rows += (PLANES + 1) * BLOCK_Q
             b_middle = tl.load(p_rows).to(tl.float32, bitcast=True)
             b_spread = tl.load(p_rows + BLOCK_Q).to(tl.float32, bitcast=True)[:, None]
             b_step = tl.load(p_rows + 2 * BLOCK_Q).to(tl.float32, bitcast=True)[:, None]
-            b_products = (2 * b_high - tl.load(p_rows + 3 * BLOCK_Q)[:, None]).to(tl.float32)  # with the odd integers
             b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * tl.load(p_units + i_segment)
             b_scale = b_scale[None, :]
             b_scores = b_middle[:, None] + b_scale * (b_step * b_products + b_spread * b_scale)  # [BLOCK_H, TURN]
             o_block = o_group[:, None] * room + o_tokens[None, :]
             m_block = m_head[:, None] & m_tokens[None, :]
             tl.store(p_estimates + o_block, b_scores, mask=m_block)
-            if TWICE:
-                b_rest = (2 * b_low - tl.load(p_rows + 4 * BLOCK_Q)[:, None]).to(tl.float32)
-                b_exact = b_middle[:, None] + b_scale * (b_step * (b_products + b_rest * (1.0 / FINER)))
-                tl.store(p_exact + o_block, b_exact, mask=m_block)
             b_origin = tl.where(seen == 0, b_middle, b_origin)
             b_distance = tl.where(m_tokens[None, :], b_scores - b_origin[:, None], 0.0)
             b_distance = b_distance.reshape(BLOCK_H, TURN // ACROSS, ACROSS)  # [.., tokens of a lane, lanes]
@@ -217,3 +227,35 @@ def estimate_kernel(
         tl.store(p_head + splits, tl.zeros([BLOCK_H], tl.float32) + count, mask=m_head)
         tl.store(p_head + 2 * splits, b_origin + b_mean, mask=m_head)
         tl.store(p_head + 3 * splits, tl.maximum(b_scatter, 0.0), mask=m_head)
+
+
+@triton.jit
+def score_selected(
+    p_prepared, p_codes, p_scales, p_units, p_index, p_scores, i_group, s_codes, s_head, s_segment, room, count,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
+    G: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Write what codes say of the scores of `count` tokens of closed segments, `p_index`, over their estimates: by
+    queries of two terms, and without what errors are expected to add. One head at a time: of more, registers spill."""
+    PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
+    p_codes += i_group * s_codes
+    p_scales += i_group * s_head
+    p_units += i_group * s_segment
+    p_prepared += i_group * s_segment * (ROWS * BLOCK_Q)
+    p_scores += i_group * G * room
+    for start in range(0, count, LANES):
+        o_place = start + tl.arange(0, LANES)
+        m_tokens = o_place < count
+        o_tokens = tl.load(p_index + o_place, mask=m_tokens, other=0)
+        o_segment = o_tokens // SEGMENT
+        b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * tl.load(p_units + o_segment)
+        for head in range(G):
+            p_rows = (p_prepared + o_segment * (ROWS * BLOCK_Q) + head)[None, :]
+            b_high = multiply_codes(p_codes, p_rows, s_head, o_tokens, m_tokens, FOURS, TWOS, ONES, BLOCK_Q)
+            p_numbers = p_rows + (PLANES + 1) * BLOCK_Q
+            b_middle = tl.load(p_numbers).to(tl.float32, bitcast=True)
+            b_step = tl.load(p_numbers + 2 * BLOCK_Q).to(tl.float32, bitcast=True)
+            p_rows = p_numbers + NUMBERS * BLOCK_Q
+            b_low = multiply_codes(p_codes, p_rows, s_head, o_tokens, m_tokens, FOURS, TWOS, ONES, BLOCK_Q)
+            b_scores = b_middle + b_scale[None, :] * (b_step * (b_high + b_low * (1.0 / FINER)))
+            tl.store(p_scores + head * room + o_tokens[None, :], b_scores, mask=m_tokens[None, :])

@@ -9,8 +9,9 @@ near buffer, the others are the splits of its bulk. The kernels that select toke
 import triton
 import triton.language as tl
 
-from .blocks import add_along, attend, attend_split, compute_scores, find_unreliable, rotate, store_part, tilt
-from .estimate_kernels import prepare_segment
+from .blocks import attend, attend_split, compute_scores, find_unreliable, store_part
+from .estimate_kernels import prepare_segment, store_along
+from .merging import is_last, merge_group
 from .record_kernels import count_closed, count_segments, store_turned
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
@@ -23,27 +24,32 @@ INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are dec
     do_not_specialize_on_alignment=["parts"],
 )
 def local_kernel(
-    p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags,
-    p_bulk_read_bytes, p_sketch_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_noise, p_variances,
-    p_prepared, p_turned, p_errors, p_centres, p_order, p_weights, p_record_weights,
+    p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags, p_out,
+    p_done, p_bulk_read_bytes, p_sketch_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_prepared,
+    p_along, p_turned, p_errors, p_noise, p_variances, p_centres, p_order, p_weights, p_slopes, p_slope_units,
+    p_record_weights,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_pending, s_length, s_decided, s_log_bulk, columns, parts, scaling, logit_threshold, noise_limit,
     noise_share, min_tokens, s_segment,
     GROUP_RULE: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     SKETCH_TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr,
-    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TURNED: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Local attention, decisions and, for flagged heads, the pending tokens; one program a (KV head, row).
 
+    `p_out` takes the outputs of all heads as if they were local. Of the others, the last program that reads the bulk
+    replaces them: `p_done` counts these.
+
     With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, 0 for a group that is to
     read all of them, as of any bulk that has not stored `min_tokens`, or -1 for one without a long-context head. Bytes
     of the sketch are counted where estimates are asked for. Meanwhile more programs, one a (KV head, row, segment),
-    prepare its queries, whether or not anybody will ask: `p_prepared`, and `p_turned` for records.
+    prepare its queries, whether or not anybody will ask: `p_prepared`, `p_along`, and `p_turned` for records.
     """
+    TERMS: tl.constexpr = 1 if p_turned is None else 2  # noqa: N806 - a compile-time constant
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
     if p_prepared is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
@@ -53,10 +59,11 @@ def local_kernel(
                 for first in range(0, G, BLOCK_H):
                     prepare_segment(
                         p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment,
-                        first, scaling, FOURS, TWOS, ONES, p_turned is not None, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
+                        first, scaling, FOURS, TWOS, ONES, TERMS, ROWS, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
                     )  # fmt: skip
-                if p_turned is not None:  # noqa: SIM102 - likewise
-                    if i_segment == 0:
+                if i_segment == 0:
+                    store_along(p_along, p_query, p_slopes, p_slope_units, i_group, G, D, V, BLOCK_V)
+                    if p_turned is not None:
                         p_record_weights += i_head * D
                         store_turned(
                             p_turned, p_query, p_record_weights, i_group, scaling, TURNED, G, BLOCK_Q, D, BLOCK_D
@@ -127,17 +134,22 @@ def local_kernel(
     elif p_tokens is not None:
         tl.store(p_tokens + i_group, -1)
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, V)
+    o_value = tl.arange(0, BLOCK_V)
+    m_out = m_head[:, None] & (o_value < V)[None, :]
+    p_out += (i_group * G + o_head)[:, None] * V + o_value[None, :]
+    tl.store(p_out, b_out / tl.maximum(b_sum, 1.0)[:, None], mask=m_out)  # 0 of no token: a padding query's
+    tl.store(p_done + i_group, 0)
 
 
 @triton.jit
 def bulk_kernel(
-    p_query, p_keys, p_values, p_resident_pointers, p_lengths, p_flags, p_parts, p_lse,
+    p_query, p_keys, p_values, p_resident_pointers, p_lengths, p_flags, p_parts, p_lse, p_out, p_done,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, scaling,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row). It
-    computes all heads of the group, as they share keys; the merge takes the flagged ones."""
+    computes all heads of the group, as they share keys. The last program of a group merges the flagged ones."""
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_group = i_row * tl.num_programs(1) + i_head
@@ -155,56 +167,7 @@ def bulk_kernel(
         p_query, p_keys, p_values, p_resident_pointers, None, p_parts, p_lse, s_key_token, s_value_token,
         i_group, first, last, scaling, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize_on_alignment=["parts"])
-def merge_kernel(
-    p_parts, p_lse, p_flags, p_unread, p_sums, p_query, p_mean, p_slopes, p_slope_units, p_out, parts, scaling,
-    unread_weight,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
-    """Attention over the union of a query head's parts, one for a local head; one program a query head.
-
-    With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times,
-    with the value of `sketch.selection.estimate_unread`. With `TURNED`, parts of the bulk are rotated in blocks of so
-    many channels.
-    """
-    i_head, splits = tl.program_id(0).to(tl.int64), parts - 1
-    used = tl.where(tl.load(p_flags + i_head), parts, 1)
-    o_dim, o_all = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_P)
-    m_dim = o_dim < V
-    p_parts += i_head * parts * V
-    p_lse += i_head * parts
-    b_all = tl.load(p_lse + o_all, mask=o_all < used, other=float("-inf"))  # [BLOCK_P]
-    highest = tl.max(b_all, axis=0)
-    if p_unread is not None:
-        p_unread += i_head * 2 * splits
-        m_split = o_all < used - 1
-        b_unread = tl.load(p_unread + o_all, mask=m_split, other=float("-inf"))
-        b_score = tl.load(p_unread + splits + o_all, mask=m_split, other=0.0)
-        highest = tl.maximum(highest, tl.max(b_unread, axis=0))
-    shift = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp(b_all - shift), axis=0)
-    b_out = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(1 if TURNED else 0, used, BLOCK_N):
-        o_part = start + tl.arange(0, BLOCK_N)
-        b_lse = tl.load(p_lse + o_part, mask=o_part < used, other=float("-inf"))  # [BLOCK_N]
-        m_part = (b_lse > float("-inf"))[:, None] & m_dim[None, :]  # empty parts hold nothing
-        b_part = tl.load(p_parts + o_part[:, None] * V + o_dim[None, :], mask=m_part, other=0.0)  # [BLOCK_N, BLOCK_V]
-        b_out += tl.sum(b_part * tl.exp(b_lse - shift)[:, None], axis=0)
-    if TURNED:
-        b_local = tl.load(p_parts + o_dim, mask=m_dim, other=0.0)
-        b_out = rotate(b_out[None, :], TURNED).reshape(BLOCK_V) + b_local * tl.exp(tl.load(p_lse) - shift)
-    if p_unread is not None:
-        unread = tl.sum(tl.exp(b_unread - shift), axis=0) * unread_weight
-        if unread > 0.0:  # a bulk that is read whole has no estimates
-            i_group = i_head // G
-            b_along = add_along(
-                p_query + i_head * D, p_slopes + i_group * V * D, p_slope_units + i_group * D, D, BLOCK_C, V, BLOCK_V
-            )
-            b_along *= scaling * tilt(p_sums + i_head * 4 * splits, splits, b_unread, b_score, BLOCK_P)
-            b_out += unread * (tl.load(p_mean + i_group * V + o_dim, mask=m_dim, other=0.0) + b_along)
-        total += unread
-    total = tl.where(highest == float("-inf"), 1.0, total)  # of nothing: a padding query's
-    tl.store(p_out + i_head * V + o_dim, b_out / total, mask=m_dim)
+    if is_last(p_done, i_group):
+        merge_group(
+            p_parts, p_lse, p_flags, None, None, None, None, p_out, i_group, splits, scaling, 0.0, G, V, BLOCK_V, 0,
+        )  # fmt: skip

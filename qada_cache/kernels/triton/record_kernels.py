@@ -78,13 +78,13 @@ def load_plane(
 
 @triton.jit
 def attend_records(
-    b_max, b_sum, b_out, p_turned, p_records, p_index, p_exact, p_flags, i_group, room, count,
+    b_max, b_sum, b_out, p_turned, p_records, p_index, p_scores, p_flags, i_group, room, count,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """As `attend`, of the `count` tokens `p_index` in the head's records, whose values stay rotated. `p_exact` has what
-    the sketch says of scores, of query heads `room` apart. Weights are rounded to `TERMS` times 8 bits."""
+    """As `attend`, of the `count` tokens `p_index` in the head's records, whose values stay rotated. `p_scores` has
+    what the sketch says of scores, of query heads `room` apart. Weights are rounded to `TERMS` times 8 bits."""
     tl.static_assert(KEY_BITS < 8 and VALUE_BITS < 8)
     o_head = tl.arange(0, BLOCK_G)
     o_group = i_group * G + o_head
@@ -110,7 +110,7 @@ def attend_records(
                 b_lows += tl.dot(b_low, tl.trans(b_codes), out_dtype=tl.int32)
         b_along = 2.0 * (b_products.to(tl.float32) + b_lows.to(tl.float32) * (1.0 / FINER)) - b_offset[:, None]
         m_scores = m_flags[:, None] & m_tokens[None, :]
-        b_scores = tl.load(p_exact + o_group[:, None] * room + o_tokens[None, :], mask=m_scores, other=0.0)
+        b_scores = tl.load(p_scores + o_group[:, None] * room + o_tokens[None, :], mask=m_scores, other=0.0)
         b_scores += (b_scales << 16).to(tl.float32, bitcast=True)[None, :] * (b_unit[:, None] * b_along)
         b_max, b_sum, b_decay, b_left = weigh(b_scores, m_tokens[None, :], b_max, b_sum)
         b_left *= 2.0 * (b_scales & -65536).to(tl.float32, bitcast=True)[None, :]

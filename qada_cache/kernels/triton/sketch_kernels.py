@@ -5,26 +5,29 @@
 Programs take turns at a bulk's blocks, because selected tokens lie close together: `i_split` has every
 `splits`-th. Where `local_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
 
-With `p_turned`, closed segments lie in records (`record_kernels.py`), whose keys follow from the sketch.
+With `p_records`, closed segments lie in records (`record_kernels.py`), whose keys follow from the sketch.
 """
 
 import triton
 import triton.language as tl
 
 from .blocks import attend_split, attend_tokens, resolve_pointer, rotate, store_part
+from .estimate_kernels import score_selected
+from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_closed
 
 
-@triton.jit(do_not_specialize=["record_room"])  # it grows with the bulk
+@triton.jit(do_not_specialize=["record_room", "s_codes", "s_head", "s_segment"])  # they grow with the bulk
 def selected_kernel(
-    p_query, p_turned, p_keys, p_values, p_records, p_resident_pointers, p_lengths, p_tokens, p_flags, p_estimates,
-    p_exact, p_sums, p_index, p_parts, p_lse, p_unread, p_bulk_read_bytes, p_resident_hit_bytes,
+    p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_lengths,
+    p_resident_pointers, p_resident_hit_bytes, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums, p_index,
+    p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
-    room, record_room, scaling, log_threshold,
+    s_codes, s_head, s_segment, room, record_room, scaling, log_threshold, unread_weight,
     BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr, TURNED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +37,7 @@ def selected_kernel(
     `bulk_kernel`, computed for all heads of the group. `BLOCK_Q` query heads are what `G` needs outside of products.
 
     `p_unread` `[query heads, 2, splits]` takes, of the estimates of the split's other tokens, the log of the sum of
-    exponentials, and the mean that these weigh.
+    exponentials, and the mean that these weigh. The last program of a group merges its parts.
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -86,9 +89,9 @@ def selected_kernel(
     b_decay = tl.exp(b_high - b_highest[:, None])
     b_all = tl.sum(b_unread * b_decay, axis=1)  # 0, at least 1, or nan, which shows
     b_some = tl.where(b_all == 0.0, 1.0, b_all)
-    p_unread += o_group * 2 * splits + i_split  # [BLOCK_Q]
-    tl.store(p_unread, tl.where(b_all == 0.0, float("-inf"), b_highest + tl.log(b_some)), mask=m_head)
-    tl.store(p_unread + splits, tl.sum(b_lift * b_decay, axis=1) / b_some, mask=m_head)
+    p_own = p_unread + o_group * 2 * splits + i_split  # [BLOCK_Q]
+    tl.store(p_own, tl.where(b_all == 0.0, float("-inf"), b_highest + tl.log(b_some)), mask=m_head)
+    tl.store(p_own + splits, tl.sum(b_lift * b_decay, axis=1) / b_some, mask=m_head)
     tl.debug_barrier()  # threads read what others have written
     if p_bulk_read_bytes is not None:
         p_stored_read_bytes = p_bulk_read_bytes
@@ -116,11 +119,21 @@ def selected_kernel(
         if recorded < selected:
             b_out = rotate(b_out, TURNED)
         if recorded > 0:
+            score_selected(
+                p_prepared, p_codes, p_scales, p_units, p_index, p_estimates, i_group, s_codes, s_head, s_segment,
+                room, recorded, FOURS, TWOS, ONES, ROWS, SEGMENT, G, BLOCK_Q,
+            )  # fmt: skip
+            tl.debug_barrier()  # likewise
             p_records += i_group * record_room * RECORD
             if p_resident_pointers is not None:
                 p_records = resolve_pointer(p_records, p_resident_pointers + 2 * i_group)
             b_max, b_sum, b_out = attend_records(
-                b_max, b_sum, b_out, p_turned, p_records, p_index, p_exact, p_flags, i_group, room, recorded,
+                b_max, b_sum, b_out, p_turned, p_records, p_index, p_estimates, p_flags, i_group, room, recorded,
                 KEY_BITS, VALUE_BITS, RECORD, UNIT, TERMS, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_R,
             )  # fmt: skip
         store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
+    if is_last(p_done, i_group):
+        merge_group(
+            p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, splits, scaling, unread_weight,
+            G, V, BLOCK_V, TURNED,
+        )  # fmt: skip

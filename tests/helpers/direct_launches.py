@@ -1,0 +1,49 @@
+"""Whether a bound step launches what Triton would: `python tests/helpers/direct_launches.py`.
+
+On a driver that launches nothing. Exits with an error unless a kernel that is called without Triton's looking for it
+gets the arguments, in order, that Triton gave it, and unless Triton is asked again where it compiles anew.
+"""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from eval.launch_time import DRIVER, Launcher
+from eval.shared.compiling import Step
+from qada_cache.kernels.operands import Operands, Query, Rows
+from qada_cache.kernels.triton import fused_decode
+
+
+def launch(query: Query, rows: Rows, layer: Operands) -> tuple[list[tuple[str, list[Any]]], int]:
+    """Kernels with their arguments, but the two tensors that are new in each step; and how many Triton looked for."""
+    Launcher.launched.clear()
+    with mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as looked_for:
+        new = {tensor.data_ptr() for tensor in fused_decode(query, rows, layer)}
+    found = []
+    for name, arguments in Launcher.launched:
+        told = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+        found.append((name, ["new" if one in new else one for one in told]))
+    return found, looked_for.call_count
+
+
+def main() -> None:
+    driver.set_active(DRIVER)
+    counted = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64)}
+    query, rows, layer = Step(32, 32, 2, torch.float32, 3000, 1.5, 16, counted).make_operands()
+    first, asked = launch(query, rows, layer)
+    names = [name for name, _ in first]
+    assert (names, asked) == (["local_kernel", "estimate_kernel", "selected_kernel"], 3)
+    assert launch(query, rows, layer) == (first, 0)
+    elsewhere = torch.zeros(query.states.numel() + 1)[1:].view_as(query.states)  # at no multiple of 16
+    again, asked = launch(replace(query, states=elsewhere), rows, layer)
+    assert ([name for name, _ in again], asked) == (names, 3)
+    assert again != first
+    print(f"{len(names)} kernels are called directly")
+
+
+if __name__ == "__main__":
+    main()

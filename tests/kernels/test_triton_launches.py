@@ -1,0 +1,137 @@
+"""What a step of Triton's costs the host: launches, and operations of torch's; and memory that steps share."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from decode_scene import Scene, step_of
+from record_scene import RecordScene
+from small_sketch import small_sketch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
+from test_triton import interpreter
+
+from qada_cache.kernels import decode_reference
+from qada_cache.kernels import triton as triton_decode
+from qada_cache.kernels.operands import Binding
+from qada_cache.kernels.triton import scratch
+from qada_cache.kernels.triton.scratch import Scratch
+
+KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small() -> Iterator[None]:
+    """Rows of few tokens have a sketch."""
+    with small_sketch(40):
+        yield
+
+
+def make_arguments(scene: Scene, **decision: Any) -> dict[str, Any]:
+    """Of a step that counts its bytes and, with a sketch, selects tokens."""
+    made = scene.arguments("cpu") | scene.decision_arguments(**decision)
+    if scene.bits:
+        made |= scene.sketch_arguments("cpu", scene.token_threshold())
+    if isinstance(scene, RecordScene):
+        made |= scene.record_arguments("cpu")
+    return made
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "expected"),
+    [
+        (Scene, {"bulk": []}, ["local_kernel"]),  # no room for a bulk
+        (Scene, {}, ["local_kernel", "bulk_kernel"]),
+        (Scene, {"bits": 2}, ["local_kernel", "estimate_kernel", "selected_kernel"]),
+        (RecordScene, {"bits": 2}, ["local_kernel", "estimate_kernel", "selected_kernel"]),
+    ],
+)
+def test_what_a_step_launches_and_allocates(
+    kind: type[Scene], sizes: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three kernels at most; from the second step on nothing but the two tensors that are handed out."""
+    launched: list[str] = []
+
+    class Launched:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            assert min(grid) > 0
+            return lambda *_, **__: launched.append(self.name)
+
+    for name in KERNELS:
+        monkeypatch.setattr(triton_decode, name, Launched(name))
+    scene = kind(**({"bulk": [(777, 9), (39, 0)]} | sizes))
+    made, binding = make_arguments(scene), Binding()
+    triton_decode.fused_decode(*step_of(**made, binding=binding))
+    assert launched == expected
+    call = step_of(**made, binding=binding)
+    with Operations() as found:
+        triton_decode.fused_decode(*call)
+    assert launched == 2 * expected
+    assert found.names == ["aten.new_empty.default"] * 2
+
+
+@interpreter
+def test_layers_take_turns() -> None:
+    """At the same memory: layers of other sizes, and other queries of one that was bound before."""
+    held = []
+    for scene in (
+        Scene(bulk=[(111, 9), (63, 0)], short=(), bits=2),
+        RecordScene(bulk=[(777, 9)], short=(2,), bits=2, group=4, kv_heads=1),
+        Scene(bulk=[(63, 1)], short=(2,), dim=64),
+    ):
+        held.append((make_arguments(scene, threshold=scene.threshold()), Binding()))
+    for factor in (1.0, 0.8):
+        for made, binding in held:
+            given = made | {"query": made["query"] * factor}
+            out, flags = triton_decode.fused_decode(*step_of(**given, binding=binding))
+            wanted, wanted_flags = decode_reference.decode_step(*step_of(**given))
+            assert torch.equal(flags, wanted_flags)
+            torch.testing.assert_close(out, wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_memory_of_a_thread_is_one() -> None:
+    """For all layers, as much as the one with the most needs; gone with them. Another thread has its own."""
+    scratch._buffers.of.clear()
+    small, large = Scratch(numbers=(torch.float32, 10), counts=(torch.int64, 3)), Scratch(numbers=(torch.float32, 1000))
+    first = small.find(CPU)
+    assert {name: (part.dtype, part.numel()) for name, part in first.items()} == {
+        "numbers": (torch.float32, 10),
+        "counts": (torch.int64, 3),
+    }
+    assert first["counts"].data_ptr() % 16 == 0
+    assert first["counts"].data_ptr() >= first["numbers"].data_ptr() + first["numbers"].nbytes
+    assert small.find(CPU)["numbers"] is first["numbers"]
+    grown = large.find(CPU)["numbers"].data_ptr()
+    assert small.find(CPU)["numbers"].data_ptr() == grown
+    assert large.find(CPU)["numbers"].data_ptr() == grown
+    elsewhere: list[int] = []
+    thread = threading.Thread(
+        target=lambda: elsewhere.append(Scratch(one=(torch.uint8, 1)).find(CPU)["one"].data_ptr())
+    )
+    thread.start()
+    thread.join()
+    assert elsewhere[0] != grown
+    assert large.find(CPU)["numbers"].data_ptr() == grown
+    del small, large, first
+    gc.collect()
+    assert not len(scratch._buffers.of)
