@@ -175,7 +175,7 @@ class QAdACache(WatchedCache):
             self._check_rows(layer_idx, len(key_states))
         if self.options.progress:
             self._show_progress(layer_idx, key_states.shape[2])
-        states = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[union-attr]
+        states = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[union-attr]  # who calls has keys
         self._note(layer_idx, "keys")
         return states
 

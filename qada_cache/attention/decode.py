@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from operator import is_
 from typing import Any
 
@@ -46,7 +45,8 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
         out, flags = attend_by_torch(layer, store, query, rows, operands)
     else:
         # Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
-        out, flags = (kernel if single else partial(attend_to_turn, kernel))(query, rows, operands)
+        asked = query, rows, operands
+        out, flags = kernel(*asked) if single else attend_to_turn(kernel, *asked)
         if operands.resident_pointers is not None:
             layer.counters.bulk_read_bytes += update_residency(bulk, flags.flatten(2).any(dim=-1))
     layer.counters.count(flags, rows, operands.kv_heads * bulk.token_bytes)

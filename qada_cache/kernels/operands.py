@@ -144,8 +144,8 @@ class Binding:
         """Whether the last checked step had the same tensors and numbers, and a query like this one; else forget it."""
         same = self._query == _describe_query(query)
         if same and self._checked() is not layer:
-            same = self._numbers == _list_numbers(layer)
-            same = same and all(known() is one for known, one in zip(self._tensors, layer.tensors, strict=True))
+            kept = zip(self._tensors, layer.tensors, strict=True)
+            same = self._numbers == _list_numbers(layer) and all(known() is one for known, one in kept)
         if not same:
             self._query = self.derived = None
         return same
@@ -230,11 +230,11 @@ class Operands:
         )
 
 
-def check(query: Query, rows: Rows, layer: Operands) -> None:
-    """Raise OperandError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a step.
-    Those of the layer's last step are known to be right; rows, checked when they were made, have to fit the layer."""
+def check(query: Query, rows: Rows, layer: Operands, *, shares: bool = False) -> None:
+    """Raise OperandError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a step,
+    one row's for all if it `shares` them. The last step's are known to be right; rows were checked when made."""
     if not (known := layer.binding.matches(query, layer)):
-        _check_layer(query, layer)
+        _check_layer(query, layer, shares)
     batch = query.states.shape[0]
     if rows.number not in (1, batch) or rows.queries != 1 or rows.device != query.states.device:
         raise OperandError("local", describe(rows.local), f"of {batch} rows or 1, and of one query, as the queries are")
@@ -256,7 +256,7 @@ def check(query: Query, rows: Rows, layer: Operands) -> None:
         layer.binding.remember(query, layer)
 
 
-def _check_layer(query: Query, layer: Operands) -> None:
+def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
     """Raise OperandError unless `log_bulk` and the layer's own tensors are of shapes, dtypes and layout that kernels
     expect."""
     states, mass = query.states, query.log_bulk
@@ -265,7 +265,7 @@ def _check_layer(query: Query, layer: Operands) -> None:
     if queries != 1 or not kv_heads or heads % kv_heads:
         raise OperandError("query", describe(states), f"of one token and a multiple of {kv_heads} heads")
     shape = batch, kv_heads, heads // kv_heads, 1
-    held = 1 if len(layer.near_keys) == 1 else batch  # rows of queries may share what one row holds
+    held = 1 if shares and len(layer.near_keys) == 1 else batch
     fits = mass is not None and (mass.dtype, mass.device) == (torch.float32, device) and mass.is_contiguous()
     if mass is None or not fits or tuple(mass.shape) not in (shape, (1, *shape[1:])):
         found = None if mass is None else describe(mass)

@@ -83,8 +83,8 @@ def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]]) -> Iterator[
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens: views of
-    all heads, or of one head if the bulk is offloaded, so that they take little device memory. Records
-    that are not offloaded are decoded in shorter blocks."""
+    all heads, or of one head if the bulk is offloaded, so that they take little device memory. Records that
+    are not offloaded are decoded in shorter blocks."""
     heads = range(bulk.keys.shape[1])
     if not bulk.offloaded:
         spans = bulk.cut_spans(rows.start, heads=len(heads) * DECODED_SHARE if bulk.beside else 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels import cpu, decode_reference, operands
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.operands import Binding, OperandError
+from qada_cache.kernels.operands import Binding, OperandError, Operands, Query, Rows
 from qada_cache.sketch.codec import Sketch
 from qada_cache.versions import pass_cache
 
@@ -213,3 +213,14 @@ def test_sizes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_decode, "Decode", Longer)
     with pytest.raises(RuntimeError, match=r"decide\.h has a Decode of"):
         compiled_decode.fused_decode(*step_of(**arguments()))
+
+
+def test_only_kernels_that_say_so_share_a_row() -> None:
+    """A layer of one row, asked by two, would be read out of bounds by all others."""
+    near, one = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 1, 4, dtype=torch.bool)
+    query = Query(torch.zeros(2, 2, 1, 8), 1.0, log_bulk=torch.zeros(2, 1, 2, 1))
+    counts = torch.zeros(1, 1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    rows = Rows(one, one, *counts, torch.zeros(1, 1, 1, dtype=torch.bool))
+    with pytest.raises(OperandError, match="near_keys"):
+        operands.check(query, rows, Operands(near, near, near, near, 0.0))
+    operands.check(query, rows, Operands(near, near, near, near, 0.0), shares=True)

@@ -74,7 +74,7 @@ def supports(
 
 def fused_decode(query: Query, rows: operands.Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.decode_step`, for the calls that `supports` admits."""
-    check(query, rows, layer)
+    check(query, rows, layer, shares=True)
     if layer.binding.derived is None:
         layer.binding.derived = _Bound(query, layer)
     return layer.binding.derived.compute(query, rows)
