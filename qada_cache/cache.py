@@ -14,6 +14,7 @@ from . import cache_file, tuned_choice
 from .attention import forward as attention
 from .attention import support
 from .criterion import StaticHeads
+from .decode_graph import make_graph
 from .kernels import choice
 from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
 from .models import find_full_attention_layers, unwrap_model
@@ -86,6 +87,9 @@ class QAdACache(WatchedCache):
             turn, and records the missed attention in `stats().audit`. Outputs stay the same.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
         progress: show a bar with the time left while a prompt of more than a few seconds is read.
+        cuda_graph: on a GPU, replay decode steps of a model of full-attention layers as one CUDA graph, which spares
+            the host most of its work. Adapters and hooks must stay as they are, and hooks in Python do not run in
+            replays. Steps that no graph can hold compute as ever.
         tuned: take both thresholds, neither of which is given then, and if None `prefill_threshold` and few
             `bulk_bits`, as `qada tune` kept them. Without any, or under other options, defaults count, with a warning.
 
@@ -118,6 +122,7 @@ class QAdACache(WatchedCache):
         audit_every: int = 0,
         kernels: str | None = None,
         progress: bool = False,
+        cuda_graph: bool = False,
         tuned: bool = False,
     ) -> None:
         given = locals()
@@ -135,7 +140,7 @@ class QAdACache(WatchedCache):
         options = support.resolve_options(options, managed)
         options = support.choose_bits(options, managed) if bulk_bits is None else options
         self._shared = Shared(tuned_choice.apply_tuned(options, managed, left_open), managed)
-        self._bar = ReadingBar()
+        self._bar, self.decode_graph = ReadingBar(), make_graph(options, managed)
         following = None
         for index in reversed(ours):
             self.layers[index] = following = QAdALayer(self._shared, index, following)
@@ -174,18 +179,15 @@ class QAdACache(WatchedCache):
         if not isinstance(layer := self.layers[layer_idx], QAdALayer):  # ours check for themselves
             self._check_rows(layer_idx, len(key_states))
         if self.options.progress:
-            self._show_progress(layer_idx, key_states.shape[2])
+            held, tokens = self.get_seq_length(layer_idx), key_states.shape[2]
+            if tokens <= self.options.window:
+                self._bar.close()
+            else:
+                prompt = max(held + tokens, attention.find_prompt().tokens)
+                self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
         states = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[union-attr]  # who calls has keys
         self._note(layer_idx, "keys")
         return states
-
-    def _show_progress(self, layer_idx: int, tokens: int) -> None:
-        """Show that a layer begins with so many new tokens, if they are a prompt or a chunk of one."""
-        if tokens <= self.options.window:
-            self._bar.close()
-            return
-        held, prompt = self.get_seq_length(layer_idx), attention.find_prompt().tokens
-        self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=max(held + tokens, prompt))
 
     def fork(self, **options: Any) -> "QAdACache":
         """A `copy.deepcopy` of the cache that decides by other options, with its counters at zero.
@@ -216,6 +218,7 @@ class QAdACache(WatchedCache):
         decided = support.resolve_options(replace(self.options, **options, tuned=tuned), self._shared.model)
         twin = copy.deepcopy(self)
         twin._shared.options = decided
+        twin.decode_graph = make_graph(decided, twin._shared.model)
         for layer in twin.layers:
             if isinstance(layer, QAdALayer):
                 layer.apply_options()
@@ -243,10 +246,7 @@ class QAdACache(WatchedCache):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "QAdACache cannot be pickled, as a pickle runs code, and a cache belongs to its model: use save() and "
-            "QAdACache.load(path, model)"
-        )
+        raise TypeError("QAdACache cannot be pickled, as a pickle runs code: use save() and QAdACache.load(path, model)")
 
     def layer_bytes(self) -> list[tuple[int, int]]:
         """Bytes of every layer, on the device and on the host. Only `stats` counts key moments of another prompt."""

@@ -23,7 +23,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..kernels.operands import Query
 from ..kernels.reference import suspend_autocast
-from ..models import attention_table, unwrap_model
+from ..models import attention_table, decoder_forward, unwrap_model
 from ..models.sharding import UNSHARDED, check_sharding
 from ..state.layer import QAdALayer, Seen
 from ..storage.transfers import trim
@@ -105,6 +105,8 @@ def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
     """
     model = unwrap_model(model)
     config = model.config if isinstance(model, PreTrainedModel) else model
+    if isinstance(model, PreTrainedModel):
+        decoder_forward.take_away(model)
     _switched_on.pop(config.get_text_config(decoder=True), None)
     if not _switched_on:
         attention_table.displace(attention_forward, _make_mask)

@@ -64,6 +64,7 @@ class Options:
     device_budget: int | float | str = field(default=0, metadata=_describe_keyword(laid_out=True, outputs=False))
     kernels: str = field(default="auto", metadata=_describe_keyword(outputs=False))
     progress: bool = field(default=False, metadata=_describe_keyword(_FLAG, outputs=False))
+    cuda_graph: bool = field(default=False, metadata=_describe_keyword(_FLAG, outputs=False))
     token_threshold: float = field(default=TOKEN_THRESHOLD, metadata=_describe_keyword(_FINITE))
     sketch_bits: float = field(default=SKETCH_BITS, metadata=_describe_keyword(_BITS))
     bulk_bits: int = field(default=BULK_BITS, metadata=_describe_keyword(laid_out=True))

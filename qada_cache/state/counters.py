@@ -35,18 +35,35 @@ class Counters:
     local_heads: Tensor | None = None
     local_groups: Tensor | None = None
     _unsummed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # Of steps that a graph replays (`decode_graph.py`), which adds to them: more of `local_heads` and `local_groups`.
+    _replayed: tuple[Tensor, Tensor] | None = None
 
     def count(self, flags: Tensor, rows: Rows, token_bytes: int) -> None:
         """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context, which nobody may
         change afterwards. `token_bytes` are those of a token of the bulk, all heads."""
-        self.steps += 1
+        self.count_call(rows.decisions, rows.dense_tokens * token_bytes)
         if not rows.decisions:
             return
-        self.decisions += rows.decisions
-        self.dense_bulk_bytes += rows.dense_tokens * token_bytes
         self._unsummed.append((flags, rows.decided))
         if len(self._unsummed) == UNSUMMED_CALLS or flags.shape[-1] > 1:
             self._sum()
+
+    def count_call(self, decisions: int, dense_bulk_bytes: int) -> None:
+        """Count what the host knows of one call."""
+        self.steps += 1
+        self.decisions += decisions
+        self.dense_bulk_bytes += dense_bulk_bytes
+
+    def count_replays(self, local_heads: Tensor, local_groups: Tensor) -> None:
+        """From now on a graph adds to these, int64 `[kv_heads, group]` and `[kv_heads]`, both zeros."""
+        self._sum()
+        self._replayed = local_heads, local_groups
+
+    def take_flags(self) -> Tensor:
+        """Those of the one call since `count_replays`, which the graph is to sum."""
+        ((flags, _),) = self._unsummed
+        self._unsummed.clear()
+        return flags
 
     def add(self, name: str, sums: Tensor) -> None:
         """Add to a counter that is a tensor; one from a file may lie on another device than the model."""
@@ -81,6 +98,9 @@ class Counters:
             self.add("local_heads", local.sum(dim=(0, 1, 4)))
             self.add("local_groups", local.all(dim=3).sum(dim=(0, 1, 3)))
         self._unsummed.clear()
+        for name, sums in zip(("local_heads", "local_groups"), self._replayed or (), strict=False):
+            self.add(name, sums.clone())
+            sums.zero_()
 
 
 COUNTER_NAMES = tuple(part.name for part in fields(Counters) if not part.name.startswith("_"))

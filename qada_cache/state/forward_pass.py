@@ -31,12 +31,55 @@ def _see(
     return local, pending
 
 
+def describe_rows(
+    *,
+    lengths: list[int],  # real tokens of each row, the call's own included
+    flushed: list[int],  # of these, the oldest ones, that have been flushed to sinks and bulk
+    end: int,  # recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token
+    queries: int,  # tokens of the call, padding included
+    valid: Tensor | None,  # bool [batch, queries] on the host, False for padding; None when every token is real
+    sinks: int,
+    window: int,
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """The tensors of `Rows`, on the host, and its numbers, of a call whose tokens have already been appended."""
+    alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
+    rows = 1 if alike else len(lengths)
+    bulk_lengths = [max(0, gone - sinks) for gone in flushed[:rows]]
+    stands_for = len(lengths) // rows  # rows of the batch
+    local, pending = bytearray(), bytearray()
+    bulk_tokens: list[list[int]] = []  # by row and query, as is `decided`
+    decided: list[list[bool]] = []
+    real = [[True] * queries] * rows if valid is None else valid.tolist()
+    for total, gone, shown in zip(lengths[:rows], flushed[:rows], real, strict=True):
+        # A padding query borrows the position of the real one before it: its output is finite and unused.
+        new = sum(shown)
+        later = [new - count for count in accumulate(shown)]
+        seen = _see(total, gone, later, end=end, sinks=sinks, window=window)
+        tokens = [max(0, total - sinks - window - behind) for behind in later]
+        local += b"".join(seen[0])
+        pending += b"".join(seen[1])
+        bulk_tokens.append(tokens)
+        decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
+    masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
+    counts, stored, decides = (torch.tensor(part, device="cpu") for part in (bulk_tokens, bulk_lengths, decided))
+    last_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
+    deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
+    return (*masks, counts.unsqueeze(1), stored, decides.unsqueeze(1)), {
+        "decisions": sum(map(sum, decided)) * stands_for,
+        "dense_tokens": sum(map(mul, bulk_lengths, map(any, decided))) * stands_for,
+        "query_moment_lengths": tuple(sorted(set(map(round_length, set(deciding))))),
+        "row_moment_lengths": last_lengths[:1] if len(set(last_lengths)) == 1 else last_lengths,
+    }
+
+
 class ForwardPass:
     """The pass under way: what its mask says, its `Rows`, and whether it reads a prompt."""
 
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window  # tokens
         self.is_prefill_chunk = False  # whether it is of `generate`'s prompt: exact, whatever its length
+        # Of a step that a graph is captured of (`decode_graph.py`), whose new tokens are all real: they are written to.
+        self.given: Rows | None = None
         self._rows: tuple[Any, Rows] | None = None
         self._read: Any = WeakTensorKeyDictionary()  # what `read_padding` found for a mask, as long as that is there
 
@@ -48,6 +91,8 @@ class ForwardPass:
     ) -> tuple[Padding, Tensor | None, Tensor | None]:
         """As `padding.extend`. Every layer of a pass is handed the same mask: the first one reads it for all, and anew,
         as it may have been written to since the last pass."""
+        if self.given is not None:
+            return padding, None, None
         if mask is None:
             return padding.extend(mask, batch=batch, seen=seen, queries=queries)
         call = padding, batch, seen, queries
@@ -60,51 +105,26 @@ class ForwardPass:
     def find_rows(
         self,
         *,
-        lengths: list[int],  # real tokens of each row, the call's own included
-        flushed: list[int],  # of these, the oldest ones, that have been flushed to sinks and bulk
-        end: int,  # recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token
-        queries: int,  # tokens of the call, padding included
-        valid: Tensor | None,  # bool [batch, queries] on the host, False for padding; None when every token is real
+        lengths: list[int],
+        flushed: list[int],
+        end: int,
+        queries: int,
+        valid: Tensor | None,
         device: torch.device,  # where the masks go
     ) -> Rows:
-        """Of a call whose tokens have already been appended: layers move in lockstep, so they share it."""
+        """Of a call as for `describe_rows`: layers move in lockstep, so they share it."""
+        if self.given is not None:
+            return self.given
         # By content, not identity: a layer whose state differs must get its own masks.
         key = (tuple(lengths), tuple(flushed), end, queries, None if valid is None else valid.numpy().tobytes(), device)
         if self._rows is not None and self._rows[0] == key:
             return self._rows[1]
-        alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
-        rows = 1 if alike else len(lengths)
-        bulk_lengths = [max(0, gone - self.sinks) for gone in flushed[:rows]]
-        stands_for = len(lengths) // rows  # rows of the batch
-        local, pending = bytearray(), bytearray()
-        bulk_tokens: list[list[int]] = []  # by row and query, as is `decided`
-        decided: list[list[bool]] = []
-        real = [[True] * queries] * rows if valid is None else valid.tolist()
-        for total, gone, shown in zip(lengths[:rows], flushed[:rows], real, strict=True):
-            # A padding query borrows the position of the real one before it: its output is finite and unused.
-            new = sum(shown)
-            later = [new - count for count in accumulate(shown)]
-            seen = _see(total, gone, later, end=end, sinks=self.sinks, window=self.window)
-            tokens = [max(0, total - self.sinks - self.window - behind) for behind in later]
-            local += b"".join(seen[0])
-            pending += b"".join(seen[1])
-            bulk_tokens.append(tokens)
-            decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
-        masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
-        counts, stored, decides = (torch.tensor(part, device="cpu") for part in (bulk_tokens, bulk_lengths, decided))
-        tensors = *masks, counts.unsqueeze(1), stored, decides.unsqueeze(1)
-        last_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
-        deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
+        told: dict[str, Any] = {"lengths": lengths, "flushed": flushed, "end": end, "queries": queries, "valid": valid}
+        tensors, numbers = describe_rows(**told, sinks=self.sinks, window=self.window)
         # A blocking copy would wait for everything the accelerator still has to do.
         near, waiting, counts, stored, decides = (
             tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors
         )
-        made = Rows(
-            *(near, waiting, counts, stored, decides),
-            decisions=sum(map(sum, decided)) * stands_for,
-            dense_tokens=sum(map(mul, bulk_lengths, map(any, decided))) * stands_for,
-            query_moment_lengths=tuple(sorted(set(map(round_length, set(deciding))))),
-            row_moment_lengths=last_lengths[:1] if len(set(last_lengths)) == 1 else last_lengths,
-        )
+        made = Rows(near, waiting, counts, stored, decides, **numbers)
         self._rows = (key, made)
         return made

@@ -43,12 +43,12 @@ class TokenStore:
         layer: int,
         bulk_bits: int = 16,
     ) -> None:
-        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), which keeps no
-        moments and no sketch yet. `residents` and `layer` are as for `Bulk`, `bulk_bits` for `RecordLayout.from_bits`.
-        """
+        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), without moments
+        and sketch. `residents` and `layer` are as for `Bulk`, `bulk_bits` for `RecordLayout.from_bits`."""
         self.sinks, self.window, self.offloading = sinks, window, offloading
         batch, kv_heads = keys.shape[:2]
         self.end = 0  # recent columns in use
+        self.place: Tensor | None = None  # int64 [1]: the column that a graph being captured has a token go to
         self.decoded = False  # whether `append` put anything into the bulk since the last `absorb`
         self.lengths = [0] * batch  # tokens of each row
         self.flushed = [0] * batch  # of these, the oldest ones, that are no longer recent
@@ -110,13 +110,13 @@ class TokenStore:
         if valid is None:
             self.reserve(self.end + tokens)
             start = self.sinks + self.end
-            self.near_keys.narrow(2, start, tokens).copy_(keys)
-            self.near_values.narrow(2, start, tokens).copy_(values)
+            for near, new in ((self.near_keys, keys), (self.near_values, values)):
+                near.narrow(2, start, tokens).copy_(new) if self.place is None else near.index_copy_(2, self.place, new)
             self.end += tokens
         else:
             groups = self._list_rows()
             self._set_recent(groups, [self._extend(rows, (keys, values), valid) for rows in groups])
-        self._lengthen(tokens, valid, exact=False)
+        self.lengthen(tokens, valid, exact=False)
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
@@ -124,7 +124,7 @@ class TokenStore:
         groups = self._group_rows(self.lengths, self.flushed) if valid is None else self._list_rows()
         recents = [self._flush(rows, self._extend(rows, (keys, values), valid), exact=True) for rows in groups]
         self._set_recent(groups, recents)
-        self._lengthen(keys.shape[2], valid, exact=True)
+        self.lengthen(keys.shape[2], valid, exact=True)
         self.decoded = False
 
     def view_near(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
@@ -140,9 +140,8 @@ class TokenStore:
             self.end -= removed[0]
         else:  # the window reaches back into flushed tokens, or rows lose different numbers of tokens
             groups = self._group_rows(flushed, lengths, self.flushed, self.lengths)
-            self._set_recent(
-                groups, [self.copy_tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups]
-            )
+            kept = [self.copy_tokens(rows, flushed[rows.start], lengths[rows.start]) for rows in groups]
+            self._set_recent(groups, kept)
         self.lengths, self.flushed = lengths, flushed
         self.exact, self.alike = (list(map(min, counts, lengths)) for counts in (self.exact, self.alike))
         stored = [max(gone - self.sinks, 0) for gone in flushed]
@@ -197,8 +196,8 @@ class TokenStore:
         for known in (self.moments, self.bulk.sketch):
             if known is not None:
                 known.select_rows(index)
-        counted = self.lengths, self.flushed, self.exact, self.alike
-        self.lengths, self.flushed, self.exact, self.alike = ([counts[row] for row in index] for counts in counted)
+        for name in ("lengths", "flushed", "exact", "alike"):
+            setattr(self, name, [getattr(self, name)[row] for row in index])
         if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with more recent tokens are gone
             rows = self._list_rows()
             self._set_recent(rows, [tuple(part.clone() for part in self._view_recent(row)) for row in rows])
@@ -230,7 +229,8 @@ class TokenStore:
             for span in self.bulk.cut_spans(row, self.moments.count[row], heads=self.near_keys.shape[1]):
                 self.moments.update(own, self.bulk.read(own, slice(None), *span)[0])
 
-    def _lengthen(self, tokens: int, valid: Tensor | None, *, exact: bool) -> None:
+    def lengthen(self, tokens: int, valid: Tensor | None, *, exact: bool) -> None:
+        """Every row has so many more tokens."""
         before = self.lengths
         new = [tokens] * len(before) if valid is None else valid.sum(dim=-1).tolist()
         self.lengths = list(map(add, before, new))

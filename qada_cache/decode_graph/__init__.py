@@ -1,0 +1,132 @@
+"""Decode steps as replays of one CUDA graph.
+
+A short step costs the host more than the device: operator after operator is launched from Python. A graph holds all
+launches of one step of the decoder and starts them at once. What differs between steps it reads from tensors that stay
+where they are (`Places`), and what the host keeps of a step is counted beside it (`Step.advance`).
+
+A graph fits as long as the tensors of all layers stay where they are, so until the bulk grows. The first step after
+that computes as ever, the second rehearses what is then captured, so that nothing is built or allocated meanwhile.
+Steps that move tokens into the bulk, prompts, turns and whatever else a graph cannot hold compute as ever, too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..models.decoder_forward import find_cache, put_before
+from ..state import ManagedModel, Options
+from ..versions import CACHE, CACHE_NAMES
+from .capturing import GRAPHS, HostState
+from .step import Places, Step, find_step
+
+logger = logging.get_logger(__name__)
+Compute = Callable[..., Any]
+
+
+def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
+    """That of a cache with these options, asked for by the decoder's forward from now on; None without
+    `cuda_graph`. Raises as `put_before`."""
+    if not options.cuda_graph:
+        return None
+    put_before(managed.get())
+    return DecodeGraph()
+
+
+class DecodeGraph:
+    """The graph of one cache's decode steps, if they have one. A copy begins without."""
+
+    def __init__(self) -> None:
+        self.failed = ""  # why none is captured any more
+        self.forget()
+
+    def __deepcopy__(self, memo: dict) -> "DecodeGraph":
+        return DecodeGraph()
+
+    def forget(self) -> None:
+        """Drop the graph and its memory."""
+        self._graph: Any = None
+        self._result: tuple[type, Tensor] | None = None  # the decoder's kind of result, and its last hidden state
+        self._places: Places | None = None
+        self._facts: Any = None  # what a graph depends on beside shapes
+        self._weights: list[Tensor] = []
+        self._addresses: list[int] = []
+
+    def run(self, layers: list[Any], decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
+        """What `compute(**kwargs)`, the decoder's own forward, returns."""
+        step = None if self.failed else find_step(layers, decoder, kwargs)
+        if step is None:
+            return compute(**kwargs)
+        facts = step.bound, step.numbers["row_moment_lengths"]
+        moved = [weight.data_ptr() for weight in self._weights] != self._addresses
+        if self._places is None or not self._places.fits(step) or facts != self._facts or moved:
+            self.forget()
+            if not step.bound:  # which shows in the first step
+                return compute(**kwargs)
+            self._facts, self._places = facts, Places(step)
+            with step.use(self._places):  # a rehearsal
+                return compute(**self._tell(kwargs))
+        self._places.write(step)
+        for store in step.stores:
+            if store.bulk.offloaded:
+                store.bulk.find_in_place()
+        if self._graph is None and not self._capture(decoder, compute, kwargs, step):
+            return compute(**kwargs)
+        assert self._result is not None
+        step.shared.progress.changing = "a replayed step"
+        self._graph.replay()
+        step.advance()
+        step.shared.progress.changing = ""
+        kind, hidden = self._result
+        return kind(last_hidden_state=hidden.clone(), **{CACHE: find_cache(kwargs)})
+
+    def _tell(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the decoder is told by a graph."""
+        assert self._places is not None
+        return kwargs | self._places.inputs | {"attention_mask": None}
+
+    def _capture(self, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step) -> bool:
+        """Whether the graph is there, and everything the host knows is as it was before."""
+        assert self._places is not None
+        counters = [layer.counters for layer in step.layers]
+        sums = self._make_sums(step)
+        for each, own in zip(counters, sums, strict=True):
+            each.count_replays(*own)
+        for store in step.stores:
+            store.bulk.synchronize()
+        kept = HostState(step.layers, step.shared)
+        graph = GRAPHS[step.device.type](step.device)
+        try:
+            with step.use(self._places), graph.capture():
+                result = compute(**self._tell(kwargs))
+                more = {name for name in result if name not in ("last_hidden_state", *CACHE_NAMES)}
+                if more:
+                    raise NotImplementedError(f"the model returns {', '.join(sorted(more))}")
+                flags = torch.stack([each.take_flags() for each in counters])  # [layers, batch, kv_heads, group, 1]
+                local = ~flags
+                heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))
+                torch._foreach_add_([own[0] for own in sums], list(heads.unbind()))
+                torch._foreach_add_([own[1] for own in sums], list(groups.unbind()))
+        except Exception as error:
+            self.forget()
+            self.failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+            logger.warning_once(f"cuda_graph=True: no graph of this model's decode steps was captured ({self.failed})")
+            return False
+        finally:
+            kept.restore()
+        self._graph, self._result = graph, (type(result), result.last_hidden_state)
+        self._weights = list(decoder.parameters())
+        self._addresses = [weight.data_ptr() for weight in self._weights]
+        return True
+
+    def _make_sums(self, step: Step) -> list[tuple[Tensor, Tensor]]:
+        """Zeros that a graph adds decisions to, layer by layer, as `Counters.count_replays` takes them."""
+        found = []
+        with torch.inference_mode(False):  # they may be added to outside inference mode
+            for layer, store in zip(step.layers, step.stores, strict=True):
+                group = layer.last_step.known[0][2][1] // store.near_keys.shape[1]
+                heads = torch.zeros(store.near_keys.shape[1], group, dtype=torch.int64, device=step.device)
+                found.append((heads, heads.new_zeros(len(heads))))
+        return found

@@ -1,0 +1,181 @@
+"""`cuda_graph=True`: replayed steps give what computed ones give, and whatever a graph cannot hold computes as ever.
+
+On a CPU a recorder stands in for the graph (`recorded_graph.py`); the cases marked `gpu` capture a real one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, prompt, tiny
+from recorded_graph import RecordedGraph
+from stand_in import GPU
+from transformers import PreTrainedModel
+from uses import Use, copied_and_saved, cropped, one_shot, padded, rows, used_again
+
+from qada_cache import QAdACache, restore_attention, storage
+from qada_cache.decode_graph.capturing import GRAPHS
+from qada_cache.versions import pass_cache
+
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole heads": {"token_threshold": 0.0},
+    "exact": {"threshold": 1.0},
+    "other moments": {"token_threshold": 0.0, "moments": "current+random-tokens"},
+    "by head": {"token_threshold": 0.0, "group_rule": "head", "threshold": 0.5},
+}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(storage, "PENDING_TOKENS", 9)
+    monkeypatch.setenv("QADA_KERNELS", "triton")
+    monkeypatch.setattr(RecordedGraph, "replays", 0)
+    if request.param == "cpu":
+        monkeypatch.setitem(GRAPHS, "cpu", RecordedGraph)
+    else:
+        real = GRAPHS["cuda"]
+
+        class Counted(real):  # type: ignore[misc, valid-type]
+            def replay(self) -> None:
+                RecordedGraph.replays += 1
+                super().replay()
+
+        monkeypatch.setitem(GRAPHS, "cuda", Counted)
+    return request.param
+
+
+def make(model: PreTrainedModel, **options: Any) -> QAdACache:
+    return QAdACache(model, **{**SMALL, "moments": "current", **options})
+
+
+def describe(cache: QAdACache) -> dict[str, Any]:
+    stats = cache.stats()
+    kept = ("decisions", "steps", "bulk_read_bytes", "sketch_read_bytes", "dense_bulk_bytes")
+    shares = {name: getattr(stats, name).tolist() for name in ("local_share", "kv_local_share")}
+    return {name: getattr(stats, name) for name in kept if hasattr(stats, name)} | shares
+
+
+CASES = [(name, one_shot) for name in OPTIONS]
+CASES += [("whole heads", use) for use in (padded, cropped, rows, used_again, copied_and_saved)]
+
+
+@pytest.mark.parametrize(("name", "use"), CASES)
+def test_outputs_and_counts_are_those_of_computed_steps(name: str, use: Use, device: str, tmp_path: Path) -> None:
+    model = tiny().to(device)
+    plain, graphed = (make(model, **OPTIONS[name], cuda_graph=on) for on in (False, True))
+    expected = use(model, plain, tmp_path)
+    assert not RecordedGraph.replays
+    found = use(model, graphed, tmp_path)
+    assert torch.equal(found, expected) if device == "cpu" else torch.allclose(found, expected, atol=1e-5)
+    assert describe(graphed) == describe(plain)
+    assert RecordedGraph.replays >= 4
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@torch.inference_mode()
+def test_selected_tokens(bits: int, device: str) -> None:
+    """A bulk that grows by several segments, and its sketch: of what lies elsewhere then nothing is replayed."""
+    model = tiny(max_position_embeddings=4096, head_dim=32).to(device)
+    ids = prompt(1300)[0].to(device)
+    made, counts = [], []
+    for on in (False, True):
+        cache = make(model, token_threshold=1.0, threshold=0.99, bulk_bits=bits, cuda_graph=on)
+        model(ids[:, :1200], **pass_cache(cache), logits_to_keep=1)
+        steps = [
+            model(ids[:, at : at + 1], **pass_cache(cache), position_ids=torch.full((1, 1), at, device=device)).logits
+            for at in range(1200, 1225)
+        ]
+        made.append(torch.cat(steps))
+        counts.append(describe(cache))
+    assert RecordedGraph.replays > 10
+    assert torch.allclose(*made, atol=1e-5)
+    assert counts[0] == counts[1]
+    assert 0 < counts[0]["bulk_read_bytes"] < counts[0]["dense_bulk_bytes"]
+
+
+def decode(model: PreTrainedModel, cache: QAdACache, tokens: int, start: int = 0) -> torch.Tensor:
+    """Logits of a prompt, unless there is one, and of so many tokens behind it, one by one."""
+    ids = prompt(90)[0].to(model.device)
+    if not start:
+        model(ids[:, :60], **pass_cache(cache), logits_to_keep=1)
+    places = range(60 + start, 60 + start + tokens)
+    return torch.cat([
+        model(ids[:, at : at + 1], **pass_cache(cache), position_ids=torch.tensor([[at]], device=ids.device)).logits
+        for at in places
+    ])  # fmt: skip
+
+
+@torch.inference_mode()
+def test_a_capture_that_fails_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that looks at its own numbers no graph can be: said once, and computed as ever."""
+    model = tiny().to(device)
+    expected = decode(model, make(model, token_threshold=0.0), 12)
+    cache = make(model, token_threshold=0.0, cuda_graph=True)
+    model.model.norm.register_forward_hook(lambda module, given, found: found if found.sum().item() < 1e9 else None)
+    assert torch.allclose(decode(model, cache, 12), expected, atol=1e-5)
+    assert not RecordedGraph.replays
+    assert cache.decode_graph is not None
+    assert cache.decode_graph.failed
+
+
+@torch.inference_mode()
+def test_weights_that_moved_are_read_where_they_are(device: str) -> None:
+    model = tiny().to(device)
+    cache, plain = (make(model, token_threshold=0.0, cuda_graph=on) for on in (True, False))
+    decode(model, cache, 6)
+    decode(model, plain, 6)
+    before = RecordedGraph.replays
+    assert before
+    for weight in model.parameters():
+        weight.data = weight.data * 1.01
+    assert torch.allclose(decode(model, cache, 8, start=6), decode(model, plain, 8, start=6), atol=1e-5)
+    assert RecordedGraph.replays > before
+
+
+@torch.inference_mode()
+def test_an_interrupted_replay_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny().to(device)
+    cache = make(model, token_threshold=0.0, cuda_graph=True)
+    decode(model, cache, 6)
+    monkeypatch.setattr(storage.TokenStore, "lengthen", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        decode(model, cache, 1, start=6)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="a replayed step was interrupted"):
+        decode(model, cache, 1, start=7)
+
+
+@torch.inference_mode()
+def test_an_observer_sees_every_step(device: str) -> None:
+    model = tiny().to(device)
+    cache = make(model, token_threshold=0.0, cuda_graph=True)
+    seen: list[int] = []
+    cache.observer = lambda observation: seen.append(observation.layer)
+    decode(model, cache, 5)
+    assert seen == [0, 1] * 5
+    assert not RecordedGraph.replays
+
+
+def test_another_function_before_the_decoder_is_left_alone() -> None:
+    model = tiny()
+    model.model.forward = model.model.forward
+    with pytest.raises(NotImplementedError, match="another library"):
+        make(model, cuda_graph=True)
+    with pytest.raises(ValueError, match="needs the model"):
+        QAdACache(config=model.config, cuda_graph=True)
+
+
+def test_the_decoder_gets_its_own_function_back() -> None:
+    model = tiny()
+    cache = make(model)
+    assert "forward" not in vars(model.model)
+    twin = cache.fork(cuda_graph=True)
+    assert twin.decode_graph is not None
+    assert cache.decode_graph is None
+    assert "forward" in vars(model.model)
+    restore_attention(model)
+    assert "forward" not in vars(model.model)
