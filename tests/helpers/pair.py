@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from harness import Driver, FakeAttention, make_shared, transformers_mask
-from reference import Moments, averaged_moments, error_budget, log_local_fraction, log_masses, rotary_matrix
+from reference import Moments, averaged_moments, log_local_fraction, log_masses, rotary_matrix
 from reference_layer import ReferenceLayer
+from rounding import error_budget
 from sketch_reference import is_same_but_for_ties
 from torch import Tensor
 
@@ -96,7 +97,8 @@ class Pair:
         lowp = reference.naive_outputs(queries.cpu(), local, queries.dtype, valid)
         compared = (real[:, None] & ~wrong).unsqueeze(-1)
         difference = (outputs.cpu().double() - expected).masked_fill(~compared, 0.0).abs()
-        budget = error_budget(reference64=expected, lowp=lowp)
+        deviations = reference.deviations(queries.cpu(), local, valid)
+        budget = error_budget(reference64=expected, lowp=lowp, deviations=deviations)
         assert difference.max() <= budget, f"off by {difference.max():.3g}, budget {budget:.3g}"
         self.check_state()
         return outputs
