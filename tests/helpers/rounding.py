@@ -71,4 +71,5 @@ def error_budget(
     """
     naive_error = float((lowp.to(torch.float64) - reference64).abs().max())
     naive = scale * naive_error + ulps * torch.finfo(lowp.dtype).eps * float(reference64.abs().max())
-    return max(naive, DEVIATIONS * float(deviations.max()))
+    summed_in = torch.finfo(torch.promote_types(lowp.dtype, torch.float32)).eps / 2
+    return max(naive, DEVIATIONS * float(deviations.max()) * summed_in / HALF_ULP)

@@ -234,6 +234,7 @@ def test_naive_attention_and_budget() -> None:
         assert 0 < (lowp.double() - outputs).abs().max() < budget
         errors.append(budget)
     assert errors[0] < 1e-5 < errors[1] < 0.2
+    assert error_budget(reference64=outputs, lowp=outputs, deviations=deviations) < 1e-13
     assert error_budget(reference64=outputs, lowp=outputs, deviations=torch.zeros(())) > 0
     nothing = torch.zeros(1, 1, 9, 9, dtype=torch.bool)
     keys, values, queries = tensors
