@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from reference import decide, error_budget, log_local_fraction, log_mass, log_masses, naive_attention
+from reference import decide, log_local_fraction, log_mass, log_masses
 from reference import visible_tokens as visible
+from rounding import deviation, error_budget, naive_attention
 from sketch_reference import estimates, half_variance, is_unreliable, log_shares, sketch_bytes, unread
 from torch import Tensor
 
@@ -272,7 +273,7 @@ class Scene:
         return needed
 
     def check(self, out: Tensor, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> None:
-        """`out` `[batch, heads, 1, value_dim]` against float64, by flags and `selected`, within twice naive error."""
+        """`out` `[batch, heads, 1, value_dim]` against float64, by flags and `selected`, within `error_budget`."""
         assert out.dtype == self.dtype
         assert out.isfinite().all()
         for row, (keys, values, length) in enumerate(zip(self.keys, self.values, self.lengths, strict=True)):
@@ -303,5 +304,6 @@ class Scene:
                 expected = expected + share * (stead - expected)
                 lowp = (lowp.double() + share * (stead - lowp.double())).to(self.dtype)
             error = (out[row, :, 0].double() - expected).abs().max()
-            budget = error_budget(reference64=expected, lowp=lowp) + self.rounding * float(values.abs().max())
+            budget = error_budget(reference64=expected, lowp=lowp, deviations=deviation(**given))
+            budget += self.rounding * float(values.abs().max())
             assert error <= budget, f"row {row} is off by {error:.3g}, budget {budget:.3g}"

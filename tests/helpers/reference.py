@@ -276,29 +276,3 @@ def qada_attention(
             local = local_flags[row, :, index]
             outputs[row, :, index] = attend(**one, scaling=scaling, values=values[row], local=local)
     return outputs, local_flags, query_positions >= local_tokens
-
-
-def naive_attention(
-    *, query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Attention plainly in `dtype`, as eager transformers models do it (only the softmax at least float32).
-
-    `query [B, Hq, N, d]`, `keys [B, Hkv, T, d]`, `values [B, Hkv, T, dv]`, `mask` bool, broadcastable to
-    `[B, Hq, N, T]`, True = attend -> `[B, Hq, N, dv]` in `dtype`; zeros where a query sees nothing.
-    """
-    group = query.shape[1] // keys.shape[1]
-    query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
-    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    scores = (query @ keys.transpose(-1, -2) * scaling).masked_fill(~mask, -math.inf)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(dtype, torch.float32))
-    return weights.nan_to_num(0.0).to(dtype) @ values
-
-
-def error_budget(*, reference64: Tensor, lowp: Tensor, scale: float = 2.0, ulps: float = 4.0) -> float:
-    """The largest absolute error to allow: `scale` times that of the naive answer `lowp`, plus a few ulps.
-
-    `lowp` is the same computation as the float64 `reference64` by `naive_attention`, in the working dtype; an
-    ulp is its epsilon times the largest output. Never empty: a naive answer may be right by luck.
-    """
-    naive_error = float((lowp.to(torch.float64) - reference64).abs().max())
-    return scale * naive_error + ulps * torch.finfo(lowp.dtype).eps * float(reference64.abs().max())

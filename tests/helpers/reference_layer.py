@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from reference import (
     Moments,
     bulk_indices,
     key_moments,
-    naive_attention,
     qada_attention,
     rows_from_padding,
     visible_tokens,
 )
+from rounding import deviation, naive_attention
 from torch import Tensor
 
 
@@ -107,6 +108,15 @@ class ReferenceLayer:
 
         Arguments as given to and returned by that `update` -> `[B, Hq, N, dv]`: the `lowp` of `error_budget`.
         """
+        return self._attend(partial(naive_attention, dtype=dtype), queries, local, dtype, valid)
+
+    def deviations(self, queries: Tensor, local: Tensor, valid: Tensor | None = None) -> Tensor:
+        """`deviation` for the same arguments: the `deviations` of `error_budget`."""
+        return self._attend(deviation, queries, local, torch.float64, valid)
+
+    def _attend(
+        self, attention: Callable[..., Tensor], queries: Tensor, local: Tensor, dtype: torch.dtype, valid: Tensor | None
+    ) -> Tensor:
         batch, heads, count, _ = queries.shape
         outputs = torch.zeros(batch, heads, count, self.values[0].shape[-1], dtype=dtype)
         for row in range(batch):
@@ -117,9 +127,9 @@ class ReferenceLayer:
                 for position, index in enumerate(kept.tolist(), start=length - len(kept))
             ]
             if masks:
-                outputs[row, :, kept] = naive_attention(
-                    query=queries[row, :, kept].cpu()[None], keys=self.keys[row][None], dtype=dtype,
-                    values=self.values[row][None], scaling=self.scaling, mask=torch.stack(masks, dim=1),
+                outputs[row, :, kept] = attention(
+                    query=queries[row, :, kept].cpu()[None], keys=self.keys[row][None], values=self.values[row][None],
+                    scaling=self.scaling, mask=torch.stack(masks, dim=1),
                 )[0]  # fmt: skip
         return outputs
 

@@ -28,7 +28,7 @@ def chunked(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
 
 def padded(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
     ids, mask = prompt(90, 41, 10)
-    return logits_of(generate(model, ids, cache, tokens=30, attention_mask=mask))
+    return logits_of(generate(model, ids, cache, tokens=30, attention_mask=mask.to(model.device)))
 
 
 def beams(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:

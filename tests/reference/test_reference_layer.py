@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference import error_budget, naive_attention, rows_from_padding
+from reference import rows_from_padding
 from reference_layer import ReferenceLayer
+from rounding import error_budget, naive_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -225,14 +226,16 @@ def test_naive_attention_and_budget() -> None:
     outputs, local, _ = layer.update(*part(tensors, slice(7, 9)), valid)
     queries = tensors[2][:, :, 7:]
     torch.testing.assert_close(layer.naive_outputs(queries, local, torch.float64, valid), outputs)
-    errors = []
+    errors, deviations = [], layer.deviations(queries, local, valid)
+    assert (deviations > 0).all(dim=(1, 3)).tolist() == valid.tolist()
     for dtype in (torch.float32, torch.bfloat16):
         lowp = layer.naive_outputs(queries, local, dtype, valid)
-        budget = error_budget(reference64=outputs, lowp=lowp)
+        budget = error_budget(reference64=outputs, lowp=lowp, deviations=deviations)
         assert 0 < (lowp.double() - outputs).abs().max() < budget
         errors.append(budget)
     assert errors[0] < 1e-5 < errors[1] < 0.2
-    assert error_budget(reference64=outputs, lowp=outputs) > 0
+    assert error_budget(reference64=outputs, lowp=outputs, deviations=deviations) < 1e-13
+    assert error_budget(reference64=outputs, lowp=outputs, deviations=torch.zeros(())) > 0
     nothing = torch.zeros(1, 1, 9, 9, dtype=torch.bool)
     keys, values, queries = tensors
     blind = naive_attention(query=queries, keys=keys, values=values, scaling=0.7, mask=nothing, dtype=torch.float32)
