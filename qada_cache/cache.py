@@ -246,7 +246,9 @@ class QAdACache(WatchedCache):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("QAdACache cannot be pickled, as a pickle runs code: use save() and QAdACache.load(path, model)")
+        raise TypeError(
+            "QAdACache cannot be pickled, as a pickle runs code: use save() and QAdACache.load(path, model)"
+        )
 
     def layer_bytes(self) -> list[tuple[int, int]]:
         """Bytes of every layer, on the device and on the host. Only `stats` counts key moments of another prompt."""

@@ -6,6 +6,7 @@ where they are (`Places`), and what the host keeps of a step is counted beside i
 
 A graph fits as long as the tensors of all layers stay where they are, so until the bulk grows. The first step after
 that computes as ever, the second rehearses what is then captured, so that nothing is built or allocated meanwhile.
+A cache's first graph is compared: of a model that goes by numbers of the host's, a replay would go by old ones.
 Steps that move tokens into the bulk, prompts, turns and whatever else a graph cannot hold compute as ever, too.
 """
 
@@ -23,6 +24,8 @@ from .capturing import GRAPHS, HostState
 from .step import Places, Step, find_step
 
 logger = logging.get_logger(__name__)
+ROUNDING = 4  # eps of the dtype: what a replayed hidden state may be off the computed one, of its norm
+MOST_EXACT = 1e-5  # where eps is less
 Compute = Callable[..., Any]
 
 
@@ -40,6 +43,7 @@ class DecodeGraph:
 
     def __init__(self) -> None:
         self.failed = ""  # why none is captured any more
+        self._compared = False  # whether a replay gave what was computed
         self.forget()
 
     def __deepcopy__(self, memo: dict) -> "DecodeGraph":
@@ -72,8 +76,11 @@ class DecodeGraph:
         for store in step.stores:
             if store.bulk.offloaded:
                 store.bulk.find_in_place()
-        if self._graph is None and not self._capture(decoder, compute, kwargs, step):
-            return compute(**kwargs)
+        if self._graph is None:
+            if not self._capture(decoder, compute, kwargs, step):
+                return compute(**kwargs)
+        elif not self._compared:
+            return self._compare(compute, kwargs, step)
         assert self._result is not None
         step.shared.progress.changing = "a replayed step"
         self._graph.replay()
@@ -110,9 +117,7 @@ class DecodeGraph:
                 torch._foreach_add_([own[0] for own in sums], list(heads.unbind()))
                 torch._foreach_add_([own[1] for own in sums], list(groups.unbind()))
         except Exception as error:
-            self.forget()
-            self.failed = f"{type(error).__name__}: {error}".partition("\n")[0]
-            logger.warning_once(f"cuda_graph=True: no graph of this model's decode steps was captured ({self.failed})")
+            self._fail(f"{type(error).__name__}: {error}".partition("\n")[0])
             return False
         finally:
             kept.restore()
@@ -120,6 +125,29 @@ class DecodeGraph:
         self._weights = list(decoder.parameters())
         self._addresses = [weight.data_ptr() for weight in self._weights]
         return True
+
+    def _compare(self, compute: Compute, kwargs: dict[str, Any], step: Step) -> Any:
+        """What `compute(**kwargs)` returns. A replay of the same step gives that as well, or the graph is dropped. The
+        device is waited for."""
+        assert self._result is not None
+        counts = [each for layer in step.layers for each in layer.counters.on_device]
+        before = [count.clone() for count in counts]
+        self._graph.replay()
+        hidden = self._result[1].clone()
+        torch._foreach_copy_(counts, before)
+        computed = compute(**kwargs)
+        wanted = computed.last_hidden_state
+        off = ((hidden.float() - wanted.float()).norm() / wanted.float().norm()).item()
+        if off <= max(ROUNDING * torch.finfo(wanted.dtype).eps, MOST_EXACT):
+            self._compared = True
+        else:
+            self._fail(f"replays are off by {off:.2g}, as the model goes by numbers that its inputs do not tell")
+        return computed
+
+    def _fail(self, why: str) -> None:
+        self.forget()
+        self.failed = why
+        logger.warning_once(f"cuda_graph=True: decode steps of this model are computed without a graph ({why})")
 
     def _make_sums(self, step: Step) -> list[tuple[Tensor, Tensor]]:
         """Zeros that a graph adds decisions to, layer by layer, as `Counters.count_replays` takes them."""

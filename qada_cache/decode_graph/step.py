@@ -1,6 +1,8 @@
 """One decode step: whether a graph can hold it, and what differs between it and the next."""
 
 import contextlib
+import functools
+import inspect
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -106,13 +108,19 @@ def _pack(parts: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
 
+@functools.cache
+def takes_positions(decoder: Any) -> bool:
+    """Whether the forward function of this class is told the position of a token: else the host knows it alone."""
+    return "position_ids" in inspect.signature(decoder.forward).parameters
+
+
 def find_step(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> Step | None:
     """The step that a decoder is asked for by its keywords; None, if a graph cannot hold it."""
     given = {name: value for name, value in kwargs.items() if value is not None and name not in CACHE_NAMES}
     inputs = {name: given.pop(name) for name in _INPUTS if name in given}
     mask, tokens = given.pop("attention_mask", None), inputs.get("input_ids", inputs.get("inputs_embeds"))
     asked = given.pop("use_cache", True), given.pop("return_dict", True)
-    if any(given.values()) or not all(asked) or tokens is None or "position_ids" not in inputs:
+    if any(given.values()) or not all(asked) or tokens is None or not takes_positions(type(decoder)):  # type: ignore[arg-type]
         return None
     if not layers or not all(isinstance(layer, QAdALayer) and layer.store is not None for layer in layers):
         return None
@@ -140,5 +148,7 @@ def find_step(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> 
         told = {"batch": store.batch, "seen": first.seen + 1, "queries": 1, "first": True}
         if shared.forward_pass.read_padding(first.padding, mask, **told)[1:] != (None, None):
             return None
+    if "position_ids" not in inputs:  # what a decoder makes itself
+        inputs["position_ids"] = torch.full((1, 1), first.seen, device=device)
     step = Step(layers, inputs)
     return step if step.numbers["decisions"] == store.batch else None

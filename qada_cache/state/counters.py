@@ -59,6 +59,12 @@ class Counters:
         self._sum()
         self._replayed = local_heads, local_groups
 
+    @property
+    def on_device(self) -> list[Tensor]:
+        """The sums that a kernel or a graph adds to."""
+        counted = self.bulk_read_bytes, self.resident_hit_bytes, self.sketch_read_bytes
+        return [count for count in (*counted, *(self._replayed or ())) if isinstance(count, Tensor)]
+
     def take_flags(self) -> Tensor:
         """Those of the one call since `count_replays`, which the graph is to sum."""
         ((flags, _),) = self._unsummed

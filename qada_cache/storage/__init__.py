@@ -43,8 +43,8 @@ class TokenStore:
         layer: int,
         bulk_bits: int = 16,
     ) -> None:
-        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), without moments
-        and sketch. `residents` and `layer` are as for `Bulk`, `bulk_bits` for `RecordLayout.from_bits`."""
+        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), and no moments
+        or sketch. `residents` and `layer` are as for `Bulk`, `bulk_bits` for `RecordLayout.from_bits`."""
         self.sinks, self.window, self.offloading = sinks, window, offloading
         batch, kv_heads = keys.shape[:2]
         self.end = 0  # recent columns in use
