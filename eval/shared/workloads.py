@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from eval.shared import language_model
+from eval.shared.graphed import GraphedStaticCache
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.key_moments.prompts import knows
 from qada_cache.tuning.measuring import read_default_text
@@ -280,6 +281,10 @@ def list_methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
         resident = functools.partial(every, token_threshold=theta, offloading=False)
         made[RESIDENT_TOKENS] = functools.partial(resident, bulk_bits=16)
         made[f"{RESIDENT_TOKENS}, 8 bits"] = functools.partial(resident, bulk_bits=8)
+    if model.device.type == "cuda":
+        for name in (f"{TOKENS}, 8 bits", RESIDENT_TOKENS, "QAdACache f=0.1"):
+            made[f"{name}, CUDA graph"] = functools.partial(made[name], cuda_graph=True)
+        made["StaticCache, CUDA graph"] = lambda: GraphedStaticCache(config=config, max_cache_len=room)
     if work.read:
         made["QAdACache, whole heads"] = ours
         made["QAdACache"] = lambda: QAdACache(model)
