@@ -7,8 +7,8 @@ weights and a random context; QAdACache then has a forced share f of its KV head
 as nearly as can be; with `tokens=` every head is flagged and reads that share of its tokens. A model that reads a text
 of its own also has QAdACache's own flags timed, and own tokens. The limit is the time without a context, plus as much
 of what a preallocated dense cache (StaticCache) takes on top as is read of the bulk's bytes, a sketch included.
-Before anything is timed, QAdACache at f = 1 must give what DynamicCache gives. On an accelerator all methods first go
-through the very steps that are timed, so that whatever is compiled for them is there. On a CUDA device DynamicCache has
+Before anything is timed, QAdACache at f = 1 must give what DynamicCache gives. On an accelerator all methods first
+take some steps that are not timed, so that whatever is compiled for them is there. On a CUDA device DynamicCache has
 no attention of cuDNN's, which plans anew for every length that it meets, and for longer than a step takes; the row that
 is named after it has torch's own choice, at lengths that it has not met.
 """
@@ -200,7 +200,7 @@ def measure(work: Work, made: dict[str, Callable[[], Cache]], rounds: int, read:
             peak = Peak(work.model.device)
             cache = made[name]()
             with allow_cudnn(name == CUDNN or isinstance(cache, StaticCache)):
-                took = decode(work, cache)[0]
+                took = decode(work, cache, steps=steps if timed else WARM_UP + 2)[0]
             if timed:
                 seconds.setdefault(name, []).extend(took)
             device, host = count_held(cache)

@@ -35,7 +35,7 @@ def test_methods_by_name() -> None:
     assert select_methods(made, None) is made
     assert list(select_methods(made, [TOKENS])) == [name for name in made if name in {*OTHERS, TOKENS}]
     begin = {name for name in made if name.startswith("QAdACache res")}
-    assert len(begin) == 5
+    assert len(begin) == 6
     assert select_methods(made, ["QAdACache res", "always bulk"]).keys() == {*OTHERS, *begin, "always bulk"}
     with pytest.raises(ValueError, match="--methods: none is 'QAda', of no context, DynamicCache"):
         select_methods(made, [TOKENS, "QAda"])
