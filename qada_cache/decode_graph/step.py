@@ -20,6 +20,7 @@ from ..versions import CACHE_NAMES
 from .capturing import GRAPHS
 
 _INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # of a decoder, that differ from step to step
+ALIGNMENT = 16  # bytes, of tensors side by side
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # which make no mask for a single token
 
 
@@ -40,7 +41,6 @@ class Step:
         more = store.near_keys.shape[2] - masks[0].shape[3]
         local, pending = (functional.pad(mask, (0, more)) for mask in masks)
         place = torch.tensor([store.sinks + store.end], device="cpu")
-        # Numbers of 8 bytes first, so that all lie at multiples of their size.
         self.parts = place, counts, stored, local, pending, decided
 
     @property
@@ -82,8 +82,11 @@ class Places:
             self.inputs = {name: tensor.clone() for name, tensor in step.inputs.items()}
             self._packed = _pack(step.parts).to(step.device)
         self._shapes = [part.shape for part in step.parts]
-        pieces = zip(self._packed.split([part.nbytes for part in step.parts]), step.parts, strict=True)
-        self.place, *self._rows = (piece.view(part.dtype).view(part.shape) for piece, part in pieces)
+        pieces = self._packed.split([part.nbytes + _count_padding(part) for part in step.parts])
+        self.place, *self._rows = (
+            piece[: part.nbytes].view(part.dtype).view(part.shape)
+            for piece, part in zip(pieces, step.parts, strict=True)
+        )
 
     def find_rows(self, numbers: dict[str, Any]) -> Rows:
         """Anew for each pass: what is derived from them is computed in it."""
@@ -105,7 +108,13 @@ class Places:
 
 
 def _pack(parts: tuple[Tensor, ...]) -> Tensor:
-    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+    flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
+    return torch.cat([functional.pad(bytes_of, (0, _count_padding(bytes_of))) for bytes_of in flat])
+
+
+def _count_padding(part: Tensor) -> int:
+    """Bytes behind a tensor, so that the next one begins where Triton's kernels need no variant of their own."""
+    return -part.nbytes % ALIGNMENT
 
 
 @functools.cache
