@@ -42,9 +42,9 @@ class BulkSketch:
         batch, kv_heads, _, dim = keys.shape
         self.layout = layout
         self.lengths = [0] * batch  # tokens of each row that are in it: all of the bulk's, or none
-        # Its own: those given are part of a tensor of all layers, which every copy would copy.
-        self.energies = None if energies is None else energies.to(keys.device, copy=True)
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
+        # Its own: those given are part of a tensor of all layers, which every copy would copy.
+        self.energies = None if energies is None else energies.to(device, non_blocking=keys.is_cuda, copy=True)
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
             # Of the bulk's values and keys; the sketch's slopes round it.
