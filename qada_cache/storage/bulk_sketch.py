@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..kernels.coding import choose_coder
 from ..kernels.reference import suspend_autocast
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments, find_segment_start
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
@@ -52,6 +53,7 @@ class BulkSketch:
             fields = list_fields(dim, value_dim, layout.count, capacity=0).items()
             made = {name: torch.zeros(*heads, *shape, dtype=dtype, device=device) for name, (dtype, shape) in fields}
             self.tensors = Sketch(**made)  # with room for at least as many tokens as the bulk holds
+        choose_coder(keys, self.energies, layout)  # tried before tokens come, as the host waits for that
 
     def matches(self, layout: Layout, energies: Tensor | None) -> bool:
         """Whether it has this layout and these energies."""
@@ -79,7 +81,7 @@ class BulkSketch:
             return
         coded = bulk.stored[rows.start] if bulk.beside else 0
         bulk.residents.shared.retry(partial(self._reserve, bulk.capacity + bulk.sketched_beside))
-        kept, last = self.tensors.to_tensors(), find_segment_start(length)
+        last = find_segment_start(length)
         # The open segment is coded again.
         first, older = (
             find_segment_start(known) if known else 0,
@@ -94,17 +96,26 @@ class BulkSketch:
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
             with suspend_autocast(keys.device):
                 if stop > coded:
-                    energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                    made = quantize_segments(keys, energies, self.layout)
+                    made = self._code(rows, keys, start, stop)
                     if stop <= last:
                         bulk.close(rows, keys, values, made)
-                    for name in (*TOKENS, *SEGMENTS):
-                        _view_span(name, kept[name][rows], start, stop).copy_(made[name])
                 new = max(0, known - start)
                 if new < stop - start:
                     self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
         self._derive(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
+
+    def _code(self, rows: slice, keys: Tensor, start: int, stop: int) -> dict[str, Tensor]:
+        """Take in what the rows' tokens `start..stop`, whole segments of the bulk, are coded as; views of it."""
+        kept = self.tensors.to_tensors()
+        views = {name: _view_span(name, kept[name][rows], start, stop) for name in (*TOKENS, *SEGMENTS)}
+        if (code := choose_coder(keys, self.energies, self.layout)) is not None:
+            code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
+            return views
+        energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
+        for name, made in quantize_segments(keys, energies, self.layout).items():
+            views[name].copy_(made)
+        return views
 
     def truncate(self, bulk: "Bulk") -> None:
         """Forget what the bulk has forgotten."""
