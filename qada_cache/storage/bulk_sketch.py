@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.coding import choose_coder
 from ..kernels.reference import suspend_autocast
+from ..key_moments.running import take_in
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments, find_segment_start
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
 from . import transfers
@@ -203,20 +204,9 @@ class BulkSketch:
             kept[name][rows] = part
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
-        """Take tokens into the means and the covariance of `before` others, by Chan's merge."""
-        keys, values = keys.float(), values.float()
-        tokens, mean_value = keys.shape[2], self.tensors.mean_value
-        total = before + tokens
-        mean_key, mean = keys.mean(dim=2), values.mean(dim=2)
-        found = torch.matmul((values - mean.unsqueeze(2)).mT, keys - mean_key.unsqueeze(2)) / tokens
-        if not before:
-            self.mean_key[rows], mean_value[rows], self.covariance[rows] = mean_key, mean, found
-            return
-        off_key, off = mean_key - self.mean_key[rows], mean - mean_value[rows]
-        between = off.unsqueeze(-1) * off_key.unsqueeze(-2) * (before / total)
-        self.covariance[rows] += (found + between - self.covariance[rows]) * (tokens / total)
-        self.mean_key[rows] += off_key * (tokens / total)
-        mean_value[rows] += off * (tokens / total)
+        """Take tokens into the means and the covariance of `before` others."""
+        means = self.tensors.mean_value[rows], self.mean_key[rows]
+        take_in(before, means, self.covariance[rows], values, keys)
 
     @torch.inference_mode(False)  # the new tensors are written to later, perhaps outside inference mode
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
