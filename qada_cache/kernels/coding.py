@@ -2,32 +2,38 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, Layout
-from ..sketch.codec import Sketch, list_fields, quantize_segments
+from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
 from .choice import AUTO_DEVICES, explain_unsupported, resolve_kernels
 from .reference import find_fault
 
 logger = logging.get_logger(__name__)
 
 ALIKE = 0.99  # of codes, scales and orders, at least: sums in another order round some to a neighbour
-ROWS, HEADS = 2, 2  # of a trial
-# Writes what `quantize_segments` says of keys into a sketch: `triton.coding.code_segments`.
-Coder = Callable[[Sketch, slice, int, Tensor, Tensor | None], None]
+ROWS, HEADS, VALUE_DIM = 2, 2, 8  # of a trial
 
 
-def choose_coder(keys: Tensor, energies: Tensor | None, layout: Layout) -> Coder | None:
-    """What codes keys like these in a sketch's tensors, by these energies; None: torch is to code them.
+class Coder(NamedTuple):
+    """What writes into a sketch's tensors."""
+
+    code: Callable[[Sketch, slice, int, Tensor, Tensor | None], None]  # `triton.coding.code_segments`
+    derive: Callable[[Sketch, slice, int, Tensor], None]  # `triton.deriving.derive`
+
+
+def choose_coder(device: torch.device, dtype: torch.dtype, layout: Layout, *, plain: bool) -> Coder | None:
+    """What codes keys of `dtype`, `plain` without query energies; None: torch is to code them.
 
     The trial, which a process makes once for each kind, waits for the device.
     """
-    if resolve_kernels(None) == "torch" or keys.device.type not in AUTO_DEVICES:
+    if resolve_kernels(None) == "torch" or device.type not in AUTO_DEVICES:
         return None
-    return _find_coder(keys.device, keys.dtype, layout, energies is None)
+    return _find_coder(device, dtype, layout, plain)
 
 
 @functools.cache
@@ -36,30 +42,37 @@ def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, plain:
     if explain_unsupported(like, like, like, None) is not None:
         return None  # decoding tokens needs the same, and warns of it
     from .triton.coding import code_segments
+    from .triton.deriving import derive
 
-    if (fault := find_coding_fault(code_segments, device, dtype, layout, plain)) is None:
-        return code_segments
+    coder = Coder(code_segments, derive)
+    if (fault := find_coding_fault(coder, device, dtype, layout, plain)) is None:
+        return coder
     logger.warning_once(f"keys are coded on {device} by torch's operations, not by Triton's kernels: {fault}")
     return None
 
 
-def find_coding_fault(code: Coder, device: torch.device, dtype: torch.dtype, layout: Layout, plain: bool) -> str | None:
-    """The fault of a coder on this device, as of `reference.find_fault`, by two segments of made-up keys; `plain`
-    without query energies."""
-    made = torch.Generator("cpu").manual_seed(0)
-    tokens = SEGMENT_TOKENS + LAST_TOKENS + 5
+def find_coding_fault(
+    coder: Coder, device: torch.device, dtype: torch.dtype, layout: Layout, plain: bool
+) -> str | None:
+    """The fault of a coder on this device, as of `reference.find_fault`, by two segments of made-up tokens. Other
+    arguments are as for `choose_coder`."""
+    made, tokens = torch.Generator("cpu").manual_seed(0), SEGMENT_TOKENS + LAST_TOKENS + 5
     keys, spread = (
         torch.randn(*shape, layout.dim, generator=made, dtype=torch.float32, device="cpu")
         for shape in ((ROWS, HEADS, tokens), (2, ROWS, HEADS, 1))
     )
     keys = (keys * (2 * spread[0]).exp() + 3 * spread[1]).to(dtype)
     energies = None if plain else (2 * spread[1, 0, :, 0]).exp()
+    covariance = torch.matmul(spread[0].mT, spread[1])[:, :, :VALUE_DIM]
     expected = quantize_segments(keys, None if energies is None else energies.expand(ROWS, -1, -1), layout)
+    expected |= average_channels(expected, layout, tokens) | round_slopes(covariance)
 
     def compute() -> tuple[Tensor, ...]:
-        fields = list_fields(layout.dim, 1, layout.count, tokens).items()
+        fields = list_fields(layout.dim, covariance.shape[2], layout.count, tokens).items()
         there = {name: torch.zeros(ROWS, HEADS, *shape, dtype=kind, device=device) for name, (kind, shape) in fields}
-        code(Sketch(**there), slice(0, ROWS), 0, keys.to(device), None if energies is None else energies.to(device))
+        sketch, rows = Sketch(**there), slice(0, ROWS)
+        coder.code(sketch, rows, 0, keys.to(device), None if energies is None else energies.to(device))
+        coder.derive(sketch, rows, tokens, covariance.to(device).contiguous())
         return _compare({name: there[name].cpu() for name in expected}, expected)
 
     return find_fault(compute, _compare(expected, expected))

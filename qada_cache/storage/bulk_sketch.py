@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..kernels.coding import choose_coder
+from ..kernels.coding import Coder, choose_coder
 from ..kernels.reference import suspend_autocast
 from ..key_moments.running import take_in
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments, find_segment_start
@@ -54,7 +54,8 @@ class BulkSketch:
             fields = list_fields(dim, value_dim, layout.count, capacity=0).items()
             made = {name: torch.zeros(*heads, *shape, dtype=dtype, device=device) for name, (dtype, shape) in fields}
             self.tensors = Sketch(**made)  # with room for at least as many tokens as the bulk holds
-        choose_coder(keys, self.energies, layout)  # tried before tokens come, as the host waits for that
+        self.dtype = keys.dtype
+        self._find_coder()  # it is tried before tokens come, as the host waits for that
 
     def matches(self, layout: Layout, energies: Tensor | None) -> bool:
         """Whether it has this layout and these energies."""
@@ -110,8 +111,8 @@ class BulkSketch:
         """Take in what the rows' tokens `start..stop`, whole segments of the bulk, are coded as; views of it."""
         kept = self.tensors.to_tensors()
         views = {name: _view_span(name, kept[name][rows], start, stop) for name in (*TOKENS, *SEGMENTS)}
-        if (code := choose_coder(keys, self.energies, self.layout)) is not None:
-            code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
+        if (coder := self._find_coder()) is not None:
+            coder.code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
             return views
         energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
         for name, made in quantize_segments(keys, energies, self.layout).items():
@@ -196,8 +197,14 @@ class BulkSketch:
             if length:
                 self._derive(slice(row, row + 1), length)
 
+    def _find_coder(self) -> Coder | None:
+        return choose_coder(self.mean_key.device, self.dtype, self.layout, plain=self.energies is None)
+
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""
+        if (coder := self._find_coder()) is not None:
+            coder.derive(self.tensors, rows, length, self.covariance)
+            return
         kept = self.tensors.to_tensors()
         used = {name: _view_span(name, kept[name][rows], 0, length) for name in SEGMENTS}
         for name, part in (round_slopes(self.covariance[rows]) | average_channels(used, self.layout, length)).items():

@@ -8,6 +8,7 @@ from small_sketch import small_sketch
 from torch import Tensor
 
 from qada_cache.kernels import coding as dispatch
+from qada_cache.kernels.coding import Coder, choose_coder, find_coding_fault
 from qada_cache.sketch import Layout, codec, count_segments
 from qada_cache.sketch.codec import Sketch, list_fields
 from qada_cache.sketch.coded import estimate_keys
@@ -15,7 +16,7 @@ from qada_cache.sketch.coded import estimate_keys
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from test_triton import gpu, interpreter
 
-from qada_cache.kernels.triton import coding
+from qada_cache.kernels.triton import coding, deriving
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 SEGMENT = 32
@@ -148,6 +149,37 @@ def test_keys_that_do_not_differ(device: str) -> None:
         torch.testing.assert_close(found[name], one, rtol=1e-3, atol=0)
 
 
+@DEVICES
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "bits", "length"),
+    [(128, 64, 1.5, 20 * SEGMENT + 9), (80, 96, 2, 50), (32, 8, 1, 40 * SEGMENT)],
+)
+def test_what_follows_is_that_of_torch(dim: int, value_dim: int, bits: float, length: int, device: str) -> None:
+    """Of two rows of three; the other one is left alone."""
+    layout, made = Layout.from_bits(dim, bits), torch.Generator().manual_seed(dim)
+    assert layout is not None
+    shapes = list_fields(dim, value_dim, layout.count, length + BEHIND)
+    kept = {name: torch.zeros(ROWS, HEADS, *shape, dtype=kind) for name, (kind, shape) in shapes.items()}
+    segments, shape = count_segments(length), kept["order"].shape
+    kept["order"][:] = torch.rand(shape, generator=made).argsort(dim=-1)
+    kept["weights"][:] = torch.randn(shape, generator=made).exp()
+    kept["mean_squares"][:] = torch.randn(shape[:-1], generator=made).exp()
+    covariance = torch.randn(ROWS, HEADS, value_dim, dim, generator=made) * torch.randn(dim, generator=made).exp()
+    covariance[..., 3] = 0.0
+    there = {name: tensor.to(device, copy=True) for name, tensor in kept.items()}
+    deriving.derive(Sketch(**there), slice(1, 3), length, covariance.to(device))
+    used = {name: kept[name][1:, :, :segments] for name in ("units", "order", "weights", "mean_squares")}
+    expected = codec.average_channels(used, layout, length) | codec.round_slopes(covariance[1:])
+    for name, tensor in there.items():
+        assert torch.equal(tensor[:1].cpu(), kept[name][:1]), name
+        if name not in expected:
+            assert torch.equal(tensor.cpu(), kept[name]), name
+        elif name == "slopes":
+            assert (tensor[1:].cpu() == expected[name]).float().mean() > 0.999
+        else:
+            torch.testing.assert_close(tensor[1:].cpu(), expected[name], rtol=1e-5, atol=0)
+
+
 @interpreter
 def test_a_trial_tells_what_is_wrong() -> None:
     layout = Layout.from_bits(32, 1)
@@ -156,21 +188,25 @@ def test_a_trial_tells_what_is_wrong() -> None:
     def swapped(sketch: Sketch, rows: slice, first: int, keys: Tensor, energies: Tensor | None) -> None:
         coding.code_segments(sketch, rows, first, keys.flip(-2), energies)
 
-    cpu = torch.device("cpu")
+    def shorter(sketch: Sketch, rows: slice, length: int, covariance: Tensor) -> None:
+        deriving.derive(sketch, rows, length - 1, covariance)
+
+    right = Coder(coding.code_segments, deriving.derive)
     for plain in (False, True):
-        told = cpu, torch.float32, layout, plain
-        assert dispatch.find_coding_fault(coding.code_segments, *told) is None
-        assert "decisions" in str(dispatch.find_coding_fault(swapped, *told))
+        told = torch.device("cpu"), torch.float32, layout, plain
+        assert find_coding_fault(right, *told) is None
+        assert "decisions" in str(find_coding_fault(right._replace(code=swapped), *told))
+        assert "it is off" in str(find_coding_fault(right._replace(derive=shorter), *told))
 
 
 def test_torch_codes_where_triton_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout.from_bits(32, 1)
+    layout, cpu = Layout.from_bits(32, 1), torch.device("cpu")
     assert layout is not None
-    keys = torch.zeros(1, 1, 4, 32)
-    assert dispatch.choose_coder(keys, None, layout) is None  # a CPU
+    assert choose_coder(cpu, torch.float32, layout, plain=True) is None
     monkeypatch.setattr(dispatch, "AUTO_DEVICES", ("cpu",))
     dispatch._find_coder.cache_clear()
-    assert (dispatch.choose_coder(keys, None, layout) is coding.code_segments) == INTERPRETED
-    assert dispatch.choose_coder(keys.double(), None, layout) is None
+    found = choose_coder(cpu, torch.float32, layout, plain=True)
+    assert found == ((coding.code_segments, deriving.derive) if INTERPRETED else None)
+    assert choose_coder(cpu, torch.float64, layout, plain=True) is None
     monkeypatch.setenv("QADA_KERNELS", "torch")
-    assert dispatch.choose_coder(keys, None, layout) is None
+    assert choose_coder(cpu, torch.float32, layout, plain=True) is None
