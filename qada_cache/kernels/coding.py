@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, Layout
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
+from ..sketch.coded import RecordLayout, code_tokens, estimate_keys
 from .choice import AUTO_DEVICES, explain_unsupported, resolve_kernels
 from .reference import find_fault
 
@@ -24,6 +25,8 @@ class Coder(NamedTuple):
 
     code: Callable[[Sketch, slice, int, Tensor, Tensor | None], None]  # `triton.coding.code_segments`
     derive: Callable[[Sketch, slice, int, Tensor], None]  # `triton.deriving.derive`
+    # `triton.recording.code_records`.
+    record: Callable[[Sketch, slice, int, Tensor, Tensor, Tensor, RecordLayout], Tensor]
 
 
 def choose_coder(device: torch.device, dtype: torch.dtype, layout: Layout, *, plain: bool) -> Coder | None:
@@ -43,8 +46,9 @@ def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, plain:
         return None  # decoding tokens needs the same, and warns of it
     from .triton.coding import code_segments
     from .triton.deriving import derive
+    from .triton.recording import code_records
 
-    coder = Coder(code_segments, derive)
+    coder = Coder(code_segments, derive, code_records)
     if (fault := find_coding_fault(coder, device, dtype, layout, plain)) is None:
         return coder
     logger.warning_once(f"keys are coded on {device} by torch's operations, not by Triton's kernels: {fault}")
@@ -64,8 +68,12 @@ def find_coding_fault(
     keys = (keys * (2 * spread[0]).exp() + 3 * spread[1]).to(dtype)
     energies = None if plain else (2 * spread[1, 0, :, 0]).exp()
     covariance = torch.matmul(spread[0].mT, spread[1])[:, :, :VALUE_DIM]
+    records, weights = RecordLayout(layout.dim, VALUE_DIM, 5, 6), spread[0, 0, :, 0].exp()
+    closed, values = keys[:, :, :SEGMENT_TOKENS], keys[:, :, :SEGMENT_TOKENS, :VALUE_DIM]
     expected = quantize_segments(keys, None if energies is None else energies.expand(ROWS, -1, -1), layout)
     expected |= average_channels(expected, layout, tokens) | round_slopes(covariance)
+    predicted = estimate_keys(expected, layout)[:, :, :SEGMENT_TOKENS]
+    expected["records"] = code_tokens(closed, values, predicted, weights, records)
 
     def compute() -> tuple[Tensor, ...]:
         fields = list_fields(layout.dim, covariance.shape[2], layout.count, tokens).items()
@@ -73,6 +81,8 @@ def find_coding_fault(
         sketch, rows = Sketch(**there), slice(0, ROWS)
         coder.code(sketch, rows, 0, keys.to(device), None if energies is None else energies.to(device))
         coder.derive(sketch, rows, tokens, covariance.to(device).contiguous())
+        told = closed.to(device), values.to(device), weights.to(device), records
+        there["records"] = coder.record(sketch, rows, 0, *told)
         return _compare({name: there[name].cpu() for name in expected}, expected)
 
     return find_fault(compute, _compare(expected, expected))

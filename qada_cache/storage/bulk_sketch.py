@@ -55,7 +55,7 @@ class BulkSketch:
             made = {name: torch.zeros(*heads, *shape, dtype=dtype, device=device) for name, (dtype, shape) in fields}
             self.tensors = Sketch(**made)  # with room for at least as many tokens as the bulk holds
         self.dtype = keys.dtype
-        self._find_coder()  # it is tried before tokens come, as the host waits for that
+        self.find_coder()  # it is tried before tokens come, as the host waits for that
 
     def matches(self, layout: Layout, energies: Tensor | None) -> bool:
         """Whether it has this layout and these energies."""
@@ -74,6 +74,10 @@ class BulkSketch:
         kept = (*self.tensors.to_tensors().values(), self.mean_key, self.covariance, self.energies)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
+    def find_coder(self) -> Coder | None:
+        """What codes its tokens, if not torch."""
+        return choose_coder(self.mean_key.device, self.dtype, self.layout, plain=self.energies is None)
+
     def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,
         kv_heads, tokens, dim]`, which are not read from it then. Segments that close are the bulk's to code; those that
@@ -91,19 +95,24 @@ class BulkSketch:
         )
         most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 32 * CODED_AT_ONCE
         step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
+        # Of few tokens, whatever segments have them.
+        together = newest is not None and older <= known and length - known <= step
         for start, stop in [*((start, min(start + step, last)) for start in range(first, last, step)), (last, length)]:
             if newest is None or start < older:
                 keys, values = bulk.read(rows, slice(None), start, stop)
             else:
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
-            with suspend_autocast(keys.device):
-                if stop > coded:
+            if stop > coded:
+                with suspend_autocast(keys.device):
                     made = self._code(rows, keys, start, stop)
                     if stop <= last:
                         bulk.close(rows, keys, values, made)
-                new = max(0, known - start)
-                if new < stop - start:
-                    self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
+            new = max(0, known - start)
+            if new < stop - start and not together:
+                self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
+        if newest is not None and together:
+            keys, values = (part[:, :, known - older :] for part in newest)
+            self._correlate(rows, keys, values, known)
         self._derive(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
@@ -111,7 +120,7 @@ class BulkSketch:
         """Take in what the rows' tokens `start..stop`, whole segments of the bulk, are coded as; views of it."""
         kept = self.tensors.to_tensors()
         views = {name: _view_span(name, kept[name][rows], start, stop) for name in (*TOKENS, *SEGMENTS)}
-        if (coder := self._find_coder()) is not None:
+        if (coder := self.find_coder()) is not None:
             coder.code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
             return views
         energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
@@ -197,12 +206,9 @@ class BulkSketch:
             if length:
                 self._derive(slice(row, row + 1), length)
 
-    def _find_coder(self) -> Coder | None:
-        return choose_coder(self.mean_key.device, self.dtype, self.layout, plain=self.energies is None)
-
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""
-        if (coder := self._find_coder()) is not None:
+        if (coder := self.find_coder()) is not None:
             coder.derive(self.tensors, rows, length, self.covariance)
             return
         kept = self.tensors.to_tensors()
@@ -212,8 +218,9 @@ class BulkSketch:
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
         """Take tokens into the means and the covariance of `before` others."""
-        means = self.tensors.mean_value[rows], self.mean_key[rows]
-        take_in(before, means, self.covariance[rows], values, keys)
+        with suspend_autocast(keys.device):
+            means = self.tensors.mean_value[rows], self.mean_key[rows]
+            take_in(before, means, self.covariance[rows], values, keys)
 
     @torch.inference_mode(False)  # the new tensors are written to later, perhaps outside inference mode
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -231,5 +238,6 @@ class BulkSketch:
         for name in (*TOKENS, *SEGMENTS):
             old, shape = made[name], (*made[name].shape[:2], *fields[name][1])
             made[name] = transfers.make_empty(shape, old.dtype, old.device) if name in TOKENS else old.new_zeros(shape)
-            _view_span(name, made[name], 0, used).copy_(_view_span(name, old, 0, used))
+            if used:
+                _view_span(name, made[name], 0, used).copy_(_view_span(name, old, 0, used))
         self.tensors = Sketch(**made)

@@ -1,6 +1,7 @@
 """Triton's kernels that code keys as they are stored, against torch's definition, interpreted and on a GPU."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from qada_cache.kernels import coding as dispatch
 from qada_cache.kernels.coding import Coder, choose_coder, find_coding_fault
 from qada_cache.sketch import Layout, codec, count_segments
 from qada_cache.sketch.codec import Sketch, list_fields
-from qada_cache.sketch.coded import estimate_keys
+from qada_cache.sketch.coded import RecordLayout, code_tokens, estimate_keys
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from test_triton import gpu, interpreter
 
-from qada_cache.kernels.triton import coding, deriving
+from qada_cache.kernels.triton import coding, deriving, recording
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 SEGMENT = 32
@@ -180,6 +181,40 @@ def test_what_follows_is_that_of_torch(dim: int, value_dim: int, bits: float, le
             torch.testing.assert_close(tensor[1:].cpu(), expected[name], rtol=1e-5, atol=0)
 
 
+@DEVICES
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "bits", "rung", "dtype"),
+    [
+        (128, 64, 1.5, 8, torch.bfloat16),
+        (64, 128, 1, 4, torch.bfloat16),
+        (80, 40, 2, 8, torch.float16),
+        (24, 8, 4, 8, torch.float32),
+        (256, 256, 1.5, 4, torch.bfloat16),
+    ],
+)
+def test_records_are_those_of_torch(
+    dim: int, value_dim: int, bits: float, rung: int, dtype: torch.dtype, device: str
+) -> None:
+    """Of two closed segments of one row among others."""
+    keys, energies = make_keys(3 * SEGMENT, dim, dtype, rows=ROWS)
+    values, _ = make_keys(3 * SEGMENT, value_dim, dtype, rows=ROWS)
+    layout, records = Layout.from_bits(dim, bits), RecordLayout.from_bits(dim, value_dim, rung)
+    assert layout is not None
+    assert records is not None
+    sketch, weights = Sketch.of(keys, values, energies.expand(ROWS, -1, -1), layout), energies.sqrt()
+    own, two, closed = slice(1, 2), slice(SEGMENT, 3 * SEGMENT), count_segments(SEGMENT)
+    made = {name: tensor[own] for name, tensor in sketch.to_tensors().items()}
+    made |= {name: made[name][..., two] for name in OF_TOKENS}
+    made |= {name: made[name][:, :, closed:] for name in ("units", "centres", "order", "weights")}
+    given = keys[own, :, two], values[own, :, two]
+    expected = code_tokens(*given, estimate_keys(made, layout), weights, records)
+    there = sketch.map(lambda tensor: tensor.to(device))
+    told = (*(part.to(device) for part in given), weights.to(device), records)
+    found = recording.code_records(there, own, closed, *told).cpu()
+    assert (found.dtype, found.shape) == (torch.uint8, expected.shape)
+    assert (found == expected).float().mean() > 0.999
+
+
 @interpreter
 def test_a_trial_tells_what_is_wrong() -> None:
     layout = Layout.from_bits(32, 1)
@@ -188,14 +223,18 @@ def test_a_trial_tells_what_is_wrong() -> None:
     def swapped(sketch: Sketch, rows: slice, first: int, keys: Tensor, energies: Tensor | None) -> None:
         coding.code_segments(sketch, rows, first, keys.flip(-2), energies)
 
+    def earlier(sketch: Sketch, rows: slice, first: int, keys: Tensor, *rest: Any) -> Tensor:
+        return recording.code_records(sketch, rows, first, keys.roll(1, -2), *rest)
+
     def shorter(sketch: Sketch, rows: slice, length: int, covariance: Tensor) -> None:
         deriving.derive(sketch, rows, length - 1, covariance)
 
-    right = Coder(coding.code_segments, deriving.derive)
+    right = Coder(coding.code_segments, deriving.derive, recording.code_records)
     for plain in (False, True):
         told = torch.device("cpu"), torch.float32, layout, plain
         assert find_coding_fault(right, *told) is None
         assert "decisions" in str(find_coding_fault(right._replace(code=swapped), *told))
+        assert "decisions" in str(find_coding_fault(right._replace(record=earlier), *told))
         assert "it is off" in str(find_coding_fault(right._replace(derive=shorter), *told))
 
 
@@ -206,7 +245,7 @@ def test_torch_codes_where_triton_does_not(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dispatch, "AUTO_DEVICES", ("cpu",))
     dispatch._find_coder.cache_clear()
     found = choose_coder(cpu, torch.float32, layout, plain=True)
-    assert found == ((coding.code_segments, deriving.derive) if INTERPRETED else None)
+    assert found == ((coding.code_segments, deriving.derive, recording.code_records) if INTERPRETED else None)
     assert choose_coder(cpu, torch.float64, layout, plain=True) is None
     monkeypatch.setenv("QADA_KERNELS", "torch")
     assert choose_coder(cpu, torch.float32, layout, plain=True) is None

@@ -64,6 +64,25 @@ def by_bits(o_dim, four, two, one, none, FOURS: tl.constexpr, TWOS: tl.constexpr
     return tl.where(o_dim < FIRST_TWO, four, b_found)
 
 
+@triton.jit
+def find_words(o_dim, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr):
+    """For each channel in its place, the word of a code that holds it; as many as there are, if none does."""
+    FIRST_TWO: tl.constexpr = WORD_BITS // 4 * FOURS  # noqa: N806 - a compile-time constant
+    FIRST_ONE: tl.constexpr = FIRST_TWO + WORD_BITS // 2 * TWOS  # noqa: N806 - a compile-time constant
+    o_two, o_one = FOURS + (o_dim - FIRST_TWO) // 16, FOURS + TWOS + (o_dim - FIRST_ONE) // 32
+    return by_bits(o_dim, o_dim // 8, o_two, o_one, FOURS + TWOS + ONES, FOURS, TWOS, ONES)
+
+
+@triton.jit
+def find_shifts(o_dim, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr):
+    """The first bit of each channel: of a word's channels the one in place `4 p + j` lies in byte `j`, from bit `p *
+    bits` on."""
+    FIRST_TWO: tl.constexpr = WORD_BITS // 4 * FOURS  # noqa: N806 - a compile-time constant
+    FIRST_ONE: tl.constexpr = FIRST_TWO + WORD_BITS // 2 * TWOS  # noqa: N806 - a compile-time constant
+    o_within = by_bits(o_dim, o_dim % 8, (o_dim - FIRST_TWO) % 16, (o_dim - FIRST_ONE) % 32, 0, FOURS, TWOS, ONES)
+    return o_within // 4 * by_bits(o_dim, 4, 2, 1, 0, FOURS, TWOS, ONES) + o_within % 4 * 8
+
+
 @triton.jit(do_not_specialize=SIZES)
 def describe_kernel(
     p_keys, p_energies, p_centres, p_order, p_weights,
@@ -167,14 +186,10 @@ def code_kernel(
         b_scale = tl.div_rn(tl.sum(b_weighed * b_rotated, axis=1), tl.sum(b_weighed * b_odd, axis=1))
     tl.store(p_found + (i_row * tl.num_programs(1) + i_head) * tokens + o_tokens, b_scale, mask=m_tokens)
 
-    # Of a word's channels the one in place `4 p + j` lies in byte `j`, from bit `p * bits` on.
-    o_within = by_bits(o_dim, o_dim % 8, (o_dim - FIRST_TWO) % 16, (o_dim - FIRST_ONE) % 32, 0, FOURS, TWOS, ONES)
-    o_shift = o_within // 4 * by_bits(o_dim, 4, 2, 1, 0, FOURS, TWOS, ONES) + o_within % 4 * 8
-    b_code = tl.where(m_coded[None, :], (b_level + b_half).to(tl.int32), 0) << o_shift[None, :]
+    b_code = tl.where(m_coded[None, :], (b_level + b_half).to(tl.int32), 0)
+    b_code = b_code << find_shifts(o_dim, FOURS, TWOS, ONES)[None, :]
     b_parts = tl.sum(b_code.reshape(BLOCK_N, PARTS, BLOCK), axis=2)  # of one word each
-    o_part = tl.arange(0, PARTS) * BLOCK
-    o_ones = FOURS + TWOS + (o_part - FIRST_ONE) // 32
-    o_word = by_bits(o_part, o_part // 8, FOURS + (o_part - FIRST_TWO) // 16, o_ones, WORDS, FOURS, TWOS, ONES)
+    o_word = find_words(tl.arange(0, PARTS) * BLOCK, FOURS, TWOS, ONES)
     p_codes += i_group * WORDS * s_tokens + first * SEGMENT
     for word in range(WORDS):
         b_word = tl.sum(tl.where((o_word == word)[None, :], b_parts, 0), axis=1)
@@ -223,14 +238,20 @@ def _bind(layout: Layout, segment: int, last: int) -> tuple[_Launches, _Launches
     )
 
 
+def align(tokens: Tensor) -> tuple[Tensor, list[int]]:
+    """Tokens `[rows, kv_heads, tokens, dim]`, copied if kernels could not read them in blocks of channels, and the
+    strides of the first three dimensions in such blocks."""
+    strides = tokens.stride()
+    if strides[3] != 1 or tokens.data_ptr() % ALIGNMENT or any(stride % definition.BLOCK for stride in strides[:3]):
+        tokens = tokens.clone(memory_format=torch.contiguous_format)
+    return tokens, [stride // definition.BLOCK for stride in tokens.stride()[:3]]
+
+
 def code_segments(sketch: Sketch, rows: slice, first: int, keys: Tensor, energies: Tensor | None) -> None:
     """Write what `codec.quantize_segments` returns for `keys` `[rows, kv_heads, tokens, dim]` into a sketch's tensors
     `[batch, kv_heads, ...]`, all contiguous, from these rows' segment `first` on. `energies` are float32 `[kv_heads,
     dim]`, contiguous. All tensors lie on one device; heads have up to 256 channels."""
-    strides = keys.stride()
-    if strides[3] != 1 or keys.data_ptr() % ALIGNMENT or any(stride % definition.BLOCK for stride in strides[:3]):
-        keys = keys.clone(memory_format=torch.contiguous_format)
-        strides = keys.stride()
+    keys, blocks = align(keys)
     layout, segment, last = sketch.layout, definition.SEGMENT_TOKENS, definition.LAST_TOKENS
     describe, code, scale, at_once = _bind(layout, segment, last)
     batch, heads, tokens = keys.shape[:3]
@@ -238,8 +259,7 @@ def code_segments(sketch: Sketch, rows: slice, first: int, keys: Tensor, energie
     found = torch.empty(batch, heads, tokens, dtype=torch.float32, device=keys.device)
     places = rows.indices(len(sketch.scales))[0], first, tokens, segments, sketch.units.shape[2]
     described = keys, energies, sketch.centres, sketch.order, sketch.weights
-    blocks, room = [stride // definition.BLOCK for stride in strides[:3]], sketch.scales.shape[2]
-    grid, variant = (segments, heads, batch), (keys.dtype, keys.device, energies is None)
+    grid, room, variant = (segments, heads, batch), sketch.scales.shape[2], (keys.dtype, keys.device, energies is None)
     with torch.cuda.device_of(keys):  # Triton launches on the current device
         describe.launch(describe_kernel, grid, variant, *described, *blocks, *places)
         coded = (*described, sketch.codes, found, *blocks, *places, room)
