@@ -83,12 +83,12 @@ def find_coding_fault(
         coder.derive(sketch, rows, tokens, covariance.to(device).contiguous())
         told = closed.to(device), values.to(device), weights.to(device), records
         there["records"] = coder.record(sketch, rows, 0, *told)
-        return _compare({name: there[name].cpu() for name in expected}, expected)
+        return _reduce_to_compared({name: there[name].cpu() for name in expected}, expected)
 
-    return find_fault(compute, _compare(expected, expected))
+    return find_fault(compute, _reduce_to_compared(expected, expected))
 
 
-def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _reduce_to_compared(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """What has to be the same: numbers, and whether nearly all integers are those that are expected."""
     compared = []
     for name, one in expected.items():

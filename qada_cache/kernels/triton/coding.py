@@ -224,7 +224,7 @@ def scale_kernel(
 
 
 @functools.cache
-def _bind(layout: Layout, segment: int, last: int) -> tuple[_Launches, _Launches, _Launches, int]:
+def _bind_coding(layout: Layout, segment: int, last: int) -> tuple[_Launches, _Launches, _Launches, int]:
     """Of the three kernels, for segments of these sizes; and how many tokens `code_kernel` codes at once."""
     wide = triton.next_power_of_2(layout.dim)
     sizes = {"SEGMENT": segment, **dict(zip(("FOURS", "TWOS", "ONES"), layout.words, strict=True))}
@@ -253,7 +253,7 @@ def code_segments(sketch: Sketch, rows: slice, first: int, keys: Tensor, energie
     dim]`, contiguous. All tensors lie on one device; heads have up to 256 channels."""
     keys, blocks = align(keys)
     layout, segment, last = sketch.layout, definition.SEGMENT_TOKENS, definition.LAST_TOKENS
-    describe, code, scale, at_once = _bind(layout, segment, last)
+    describe, code, scale, at_once = _bind_coding(layout, segment, last)
     batch, heads, tokens = keys.shape[:3]
     segments = definition.count_segments(tokens) if tokens % segment else tokens // segment
     found = torch.empty(batch, heads, tokens, dtype=torch.float32, device=keys.device)

@@ -97,7 +97,7 @@ def derive_kernel(
 
 
 @functools.cache
-def _bind(layout: Layout, value_dim: int, segment: int) -> _Launches:
+def _bind_deriving(layout: Layout, value_dim: int, segment: int) -> _Launches:
     wide = triton.next_power_of_2(layout.dim)
     sizes = {"SEGMENT": segment, **dict(zip(("FOURS", "TWOS", "ONES"), layout.words, strict=True))}
     sizes |= {"D": layout.dim, "BLOCK_D": wide, "V": value_dim, "BLOCK_V": triton.next_power_of_2(value_dim)}
@@ -114,7 +114,7 @@ def derive(sketch: Sketch, rows: slice, length: int, covariance: Tensor) -> None
     ordered = torch.empty(stop - first, heads, segments, 2, dim, dtype=torch.float32, device=covariance.device)
     grid = 1 + triton.cdiv(dim, COLUMNS.value), heads, stop - first
     with torch.cuda.device_of(covariance):  # Triton launches on the current device
-        _bind(layout, value_dim, definition.SEGMENT_TOKENS).launch(
+        _bind_deriving(layout, value_dim, definition.SEGMENT_TOKENS).launch(
             derive_kernel, grid, (covariance.device,),
             sketch.weights, sketch.order, sketch.mean_squares, covariance,
             sketch.noise, sketch.variances, sketch.slopes, sketch.slope_units, ordered,

@@ -128,7 +128,7 @@ def record_kernel(
 
 
 @functools.cache
-def _bind(layout: Layout, records: RecordLayout, segment: int) -> tuple[_Launches, int]:
+def _bind_recording(layout: Layout, records: RecordLayout, segment: int) -> tuple[_Launches, int]:
     """And how many tokens a program codes."""
     wide, wide_values = (triton.next_power_of_2(size) for size in (records.dim, records.value_dim))
     sizes = {"SEGMENT": segment, **dict(zip(("FOURS", "TWOS", "ONES"), layout.words, strict=True))}
@@ -147,7 +147,7 @@ def code_records(
     float32 `[kv_heads, dim]`, contiguous. As for `coding.code_segments` otherwise."""
     (keys, key_blocks), (values, value_blocks) = align(keys), align(values)
     batch, heads, tokens = keys.shape[:3]
-    launches, at_once = _bind(sketch.layout, layout, definition.SEGMENT_TOKENS)
+    launches, at_once = _bind_recording(sketch.layout, layout, definition.SEGMENT_TOKENS)
     words = torch.empty(batch, heads, tokens, layout.size // 4, dtype=torch.int32, device=keys.device)
     records = words.view(torch.uint8)
     places = rows.indices(len(sketch.scales))[0], first, tokens, sketch.units.shape[2], sketch.scales.shape[2]
