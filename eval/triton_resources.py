@@ -1,8 +1,9 @@
 """What Triton's kernels are compiled to: `python -m eval.triton_resources --out eval/results/triton-resources.csv`.
 
-No GPU is used: the compiler and the assembler are those that come with Triton. A row is one kernel of one decode step:
-registers and stack bytes of a thread, bytes of shared memory of a program, and the instructions of its code, each
-counted once, however often it runs. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
+No GPU is used: the compiler and the assembler are those that come with Triton. A row is one kernel of one decode step;
+without a group, of storing tokens: of the sketch, or behind a plus of the records alone. It has registers and stack
+bytes of a thread, bytes of shared memory of a program, and the instructions of its code, each counted once, however
+often it runs. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
 """
 
 import argparse
@@ -26,7 +27,12 @@ def record_launches(dim: int, group: int, bits: float, rung: int) -> list[Record
     return Step(dim, dim, group, torch.bfloat16, CAPACITY, bits, rung, counted).record_launches()
 
 
-def measure_resources(recorder: Recorder, dim: int, group: int, sketch: str, architecture: int) -> dict[str, Any]:
+def record_storing(dim: int, bits: float, rung: int) -> list[Recorder]:
+    """Of tokens in bfloat16."""
+    return Step(dim, dim, 1, torch.bfloat16, CAPACITY, bits, rung).record_storing()
+
+
+def measure_resources(recorder: Recorder, dim: int, group: int | str, sketch: str, architecture: int) -> dict[str, Any]:
     """A row of the table."""
     compiled = Compiled(recorder, architecture)
     return {
@@ -56,6 +62,15 @@ def main(argv: list[str] | None = None) -> int:
         if args.dims is None or size[0] in args.dims
         for sketch in args.sketches
         for recorder in record_launches(*size, *SKETCHES[sketch])
+        for architecture in args.architectures
+    ]
+    rows += [
+        measure_resources(recorder, dim, "", sketch, architecture)
+        for dim in sorted({dim for dim, _ in SIZES})
+        if args.dims is None or dim in args.dims
+        for sketch in args.sketches
+        if SKETCHES[sketch][0]
+        for recorder in record_storing(dim, *SKETCHES[sketch])
         for architecture in args.architectures
     ]
     print(align(rows))

@@ -1,4 +1,4 @@
-"""What Triton compiles for one decode step, for CUDA devices that need not be there.
+"""What Triton compiles for one decode step, and to store tokens, for CUDA devices that need not be there.
 
 Triton's kernels are bound to its interpreter where `TRITON_INTERPRET=1` when they are imported: compile without it.
 """
@@ -6,6 +6,7 @@ Triton's kernels are bound to its interpreter where `TRITON_INTERPRET=1` when th
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from triton.compiler import ASTSource
 
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Operands, Query, Rows
-from qada_cache.sketch import Layout, find_segment_start
+from qada_cache.kernels.triton import coding, deriving, recording
+from qada_cache.sketch import SEGMENT_TOKENS, Layout, find_segment_start
 from qada_cache.sketch.codec import Sketch, list_fields
 from qada_cache.sketch.coded import RecordLayout, Records
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
 KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
+STORING = {coding: ("describe_kernel", "code_kernel", "scale_kernel"), deriving: ("derive_kernel",)}  # and, of records:
+RECORDING = {recording: ("record_kernel",)}
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
 OPTIONS = ("num_stages", "num_warps", "maxnreg")  # of a launch, for the compiler alone
 COLUMNS, BATCH, KV_HEADS = 70, 2, 2
@@ -70,15 +74,39 @@ class Step:
 
     def record_launches(self) -> list["Recorder"]:
         """What it launches."""
-        recorders = {name: Recorder(getattr(triton_decode, name)) for name in KERNELS}
-        for name, recorder in recorders.items():
-            setattr(triton_decode, name, recorder)
-        try:
-            triton_decode.fused_decode(*self.make_operands())
-        finally:
-            for name, recorder in recorders.items():
-                setattr(triton_decode, name, recorder.kernel)
-        return [recorder for recorder in recorders.values() if recorder.arguments]
+        return _record({triton_decode: KERNELS}, lambda: triton_decode.fused_decode(*self.make_operands()))
+
+    def record_storing(self) -> list["Recorder"]:
+        """What is launched as its tokens are stored, by query energies: to make a sketch, or records behind one."""
+        layer = self.make_operands()[2]
+        sketch, records, closed = layer.sketch, layer.records, (self.capacity // SEGMENT_TOKENS - 1) * SEGMENT_TOKENS
+        assert sketch is not None
+        shape, size = (BATCH, KV_HEADS, closed), {"dtype": self.dtype, "device": "cpu"}
+        keys, values = (torch.zeros(*shape, dim, **size) for dim in (self.dim, self.value_dim))
+        weights, rows = torch.ones(KV_HEADS, self.dim, dtype=torch.float32, device="cpu"), slice(0, BATCH)
+        if records is not None:
+            told = sketch, rows, 0, keys, values, weights, records.layout
+            return _record(RECORDING, lambda: recording.code_records(*told))
+        covariance = torch.zeros(BATCH, KV_HEADS, self.value_dim, self.dim, dtype=torch.float32, device="cpu")
+
+        def store() -> None:
+            coding.code_segments(sketch, rows, 0, keys, weights)
+            deriving.derive(sketch, rows, closed, covariance)
+
+        return _record(STORING, store)
+
+
+def _record(kernels: dict[Any, tuple[str, ...]], launch: Callable[[], Any]) -> list["Recorder"]:
+    """Those of `kernels`, by module, that `launch` launches."""
+    recorders = {(module, name): Recorder(getattr(module, name)) for module, names in kernels.items() for name in names}
+    try:
+        for (module, name), recorder in recorders.items():
+            setattr(module, name, recorder)
+        launch()
+    finally:
+        for (module, name), recorder in recorders.items():
+            setattr(module, name, recorder.kernel)
+    return [recorder for recorder in recorders.values() if recorder.arguments]
 
 
 class Recorder:

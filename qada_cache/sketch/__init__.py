@@ -110,7 +110,8 @@ class Layout:
 def _spread(layout: Layout, values: tuple[float, ...], device: torch.device) -> Tensor:
     """The value of each channel's bits, which are as in `BITS`; 1 for channels without bits."""
     channels = [values[BITS.index(bits)] for bits in layout.bits] + [1.0] * (layout.dim - layout.coded)
-    return torch.tensor(channels, dtype=torch.float32, device="cpu").to(device)
+    made = torch.tensor(channels, dtype=torch.float32, device="cpu")
+    return made.to(device, non_blocking=device.type == "cuda")  # which has read it when the call returns
 
 
 def rotate(values: Tensor, block: int = BLOCK) -> Tensor:

@@ -178,7 +178,7 @@ def average_channels(made: dict[str, Tensor], layout: Layout, length: int) -> di
     """`noise` and `variances` of a sketch of `length` tokens, from its tensors of segments, none of them unused."""
     count, device = made["units"].shape[-1], made["units"].device
     tokens = torch.full((count,), SEGMENT_TOKENS, dtype=torch.float32, device=device)
-    tokens[-1] = length - find_segment_start(length)
+    tokens[-1:].fill_(length - find_segment_start(length))  # a number that is assigned is copied, and waited for
     share, square = tokens / length, made["weights"].float().square()
     noise = layout.find_errors(device) / square * (made["mean_squares"] * share).unsqueeze(-1)  # [..., segments, dim]
     variances = share.unsqueeze(-1) / (square * layout.find_half_steps(device).square())

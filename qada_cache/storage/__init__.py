@@ -278,11 +278,11 @@ class TokenStore:
         keys, values = recent
         older, gone = max(keys.shape[2] - self.window, 0), self.flushed[rows.start]
         missing = min(max(self.sinks - gone, 0), older)
-        self.near_keys[rows, :, gone : gone + missing] = keys[:, :, :missing]
-        self.near_values[rows, :, gone : gone + missing] = values[:, :, :missing]
+        for near, new in zip((self.near_keys, self.near_values), recent, strict=True) if missing else ():
+            near[rows, :, gone : gone + missing] = new[:, :, :missing]
         if older > missing:
             flushed = keys[:, :, missing:older], values[:, :, missing:older]
-            if not exact:  # their columns are written over while they go to the host
+            if not exact and self.bulk.offloaded:  # their columns are written over while they go to the host
                 flushed = flushed[0].clone(), flushed[1].clone()
             self.bulk.append(rows, *flushed)
             if self.bulk.sketch is not None:

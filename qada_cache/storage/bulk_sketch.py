@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..kernels.coding import Coder, choose_coder
 from ..kernels.reference import suspend_autocast
+from ..key_moments.running import take_in
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments, find_segment_start
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
 from . import transfers
@@ -42,9 +44,9 @@ class BulkSketch:
         batch, kv_heads, _, dim = keys.shape
         self.layout = layout
         self.lengths = [0] * batch  # tokens of each row that are in it: all of the bulk's, or none
-        # Its own: those given are part of a tensor of all layers, which every copy would copy.
-        self.energies = None if energies is None else energies.to(keys.device, copy=True)
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
+        # Its own: those given are part of a tensor of all layers, which every copy would copy.
+        self.energies = None if energies is None else energies.to(device, non_blocking=keys.is_cuda, copy=True)
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             self.mean_key = torch.zeros(*heads, dim, dtype=torch.float32, device=device)
             # Of the bulk's values and keys; the sketch's slopes round it.
@@ -52,6 +54,8 @@ class BulkSketch:
             fields = list_fields(dim, value_dim, layout.count, capacity=0).items()
             made = {name: torch.zeros(*heads, *shape, dtype=dtype, device=device) for name, (dtype, shape) in fields}
             self.tensors = Sketch(**made)  # with room for at least as many tokens as the bulk holds
+        self.dtype = keys.dtype
+        self.find_coder()  # it is tried before tokens come, as the host waits for that
 
     def matches(self, layout: Layout, energies: Tensor | None) -> bool:
         """Whether it has this layout and these energies."""
@@ -70,6 +74,10 @@ class BulkSketch:
         kept = (*self.tensors.to_tensors().values(), self.mean_key, self.covariance, self.energies)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
+    def find_coder(self) -> Coder | None:
+        """What codes its tokens, if not torch."""
+        return choose_coder(self.mean_key.device, self.dtype, self.layout, plain=self.energies is None)
+
     def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,
         kv_heads, tokens, dim]`, which are not read from it then. Segments that close are the bulk's to code; those that
@@ -79,7 +87,7 @@ class BulkSketch:
             return
         coded = bulk.stored[rows.start] if bulk.beside else 0
         bulk.residents.shared.retry(partial(self._reserve, bulk.capacity + bulk.sketched_beside))
-        kept, last = self.tensors.to_tensors(), find_segment_start(length)
+        last = find_segment_start(length)
         # The open segment is coded again.
         first, older = (
             find_segment_start(known) if known else 0,
@@ -87,24 +95,38 @@ class BulkSketch:
         )
         most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 32 * CODED_AT_ONCE
         step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
+        # Of few tokens, whatever segments have them.
+        together = newest is not None and older <= known and length - known <= step
         for start, stop in [*((start, min(start + step, last)) for start in range(first, last, step)), (last, length)]:
             if newest is None or start < older:
                 keys, values = bulk.read(rows, slice(None), start, stop)
             else:
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
-            with suspend_autocast(keys.device):
-                if stop > coded:
-                    energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-                    made = quantize_segments(keys, energies, self.layout)
+            if stop > coded:
+                with suspend_autocast(keys.device):
+                    made = self._code(rows, keys, start, stop)
                     if stop <= last:
                         bulk.close(rows, keys, values, made)
-                    for name in (*TOKENS, *SEGMENTS):
-                        _view_span(name, kept[name][rows], start, stop).copy_(made[name])
-                new = max(0, known - start)
-                if new < stop - start:
-                    self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
+            new = max(0, known - start)
+            if new < stop - start and not together:
+                self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
+        if newest is not None and together:
+            keys, values = (part[:, :, known - older :] for part in newest)
+            self._correlate(rows, keys, values, known)
         self._derive(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
+
+    def _code(self, rows: slice, keys: Tensor, start: int, stop: int) -> dict[str, Tensor]:
+        """Take in what the rows' tokens `start..stop`, whole segments of the bulk, are coded as; views of it."""
+        kept = self.tensors.to_tensors()
+        views = {name: _view_span(name, kept[name][rows], start, stop) for name in (*TOKENS, *SEGMENTS)}
+        if (coder := self.find_coder()) is not None:
+            coder.code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
+            return views
+        energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
+        for name, made in quantize_segments(keys, energies, self.layout).items():
+            views[name].copy_(made)
+        return views
 
     def truncate(self, bulk: "Bulk") -> None:
         """Forget what the bulk has forgotten."""
@@ -186,26 +208,19 @@ class BulkSketch:
 
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""
+        if (coder := self.find_coder()) is not None:
+            coder.derive(self.tensors, rows, length, self.covariance)
+            return
         kept = self.tensors.to_tensors()
         used = {name: _view_span(name, kept[name][rows], 0, length) for name in SEGMENTS}
         for name, part in (round_slopes(self.covariance[rows]) | average_channels(used, self.layout, length)).items():
             kept[name][rows] = part
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
-        """Take tokens into the means and the covariance of `before` others, by Chan's merge."""
-        keys, values = keys.float(), values.float()
-        tokens, mean_value = keys.shape[2], self.tensors.mean_value
-        total = before + tokens
-        mean_key, mean = keys.mean(dim=2), values.mean(dim=2)
-        found = torch.matmul((values - mean.unsqueeze(2)).mT, keys - mean_key.unsqueeze(2)) / tokens
-        if not before:
-            self.mean_key[rows], mean_value[rows], self.covariance[rows] = mean_key, mean, found
-            return
-        off_key, off = mean_key - self.mean_key[rows], mean - mean_value[rows]
-        between = off.unsqueeze(-1) * off_key.unsqueeze(-2) * (before / total)
-        self.covariance[rows] += (found + between - self.covariance[rows]) * (tokens / total)
-        self.mean_key[rows] += off_key * (tokens / total)
-        mean_value[rows] += off * (tokens / total)
+        """Take tokens into the means and the covariance of `before` others."""
+        with suspend_autocast(keys.device):
+            means = self.tensors.mean_value[rows], self.mean_key[rows]
+            take_in(before, means, self.covariance[rows], values, keys)
 
     @torch.inference_mode(False)  # the new tensors are written to later, perhaps outside inference mode
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -223,5 +238,6 @@ class BulkSketch:
         for name in (*TOKENS, *SEGMENTS):
             old, shape = made[name], (*made[name].shape[:2], *fields[name][1])
             made[name] = transfers.make_empty(shape, old.dtype, old.device) if name in TOKENS else old.new_zeros(shape)
-            _view_span(name, made[name], 0, used).copy_(_view_span(name, old, 0, used))
+            if used:
+                _view_span(name, made[name], 0, used).copy_(_view_span(name, old, 0, used))
         self.tensors = Sketch(**made)

@@ -77,11 +77,17 @@ class CodedBulk(Bulk):
         """As `Bulk`."""
         if self.sketch is None or not self.sketch.in_use:
             return None
+        return Records(self.tensors[0], self._weights, self.layout)
+
+    @property
+    def _weights(self) -> Tensor:
+        """`m` `[kv_heads, dim]`, contiguous."""
+        assert self.sketch is not None
         energies = self.sketch.energies
         if self._known_weights is None or self._known_weights[0] is not energies:
             weights = self._find_weights(slice(None)).expand(self.keys.shape[1], -1).contiguous()
             self._known_weights = energies, weights
-        return Records(self.tensors[0], self._known_weights[1], self.layout)
+        return self._known_weights[1]
 
     def put_beside(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
         """Hold the tokens that follow the records; row `r` then has `lengths[r]` in all."""
@@ -112,8 +118,12 @@ class CodedBulk(Bulk):
             held[rows, :, start - closed : length - closed] = new[:, :, start - before :]
 
     def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """Code the segments that follow the records of rows alike, of which `quantize_segments` has `made` this."""
+        """Code the segments that follow the records of rows alike, which the sketch holds as `made`."""
         assert self.sketch is not None
+        if (coder := self.sketch.find_coder()) is not None:
+            places = self.sketch.tensors, rows, self.stored[rows.start] // SEGMENT_TOKENS
+            self._store(rows, coder.record(*places, keys, values, self._weights, self.layout))
+            return
         predicted = estimate_keys(made, self.sketch.layout)
         self._store(rows, code_tokens(keys, values, predicted, self._find_weights(slice(None)), self.layout))
 

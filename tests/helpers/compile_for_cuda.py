@@ -1,8 +1,9 @@
-"""Compile the decode kernels for CUDA devices that need not be there: `python tests/helpers/compile_for_cuda.py few`.
+"""Compile for CUDA devices that need not be there: `python tests/helpers/compile_for_cuda.py few`.
 
-The interpreter accepts kernels that the compiler refuses. Prints, for each, the shared memory a program takes; exits
-with an error if one does not compile, spills registers to memory, takes more than the device has, or reads the bulk in
-copies of less than 16 bytes, records in less than whole words.
+The kernels are those of decode steps, and those that store tokens. The interpreter accepts kernels that the compiler
+refuses. Prints, for each, the shared memory a program takes; exits with an error if one does not compile, spills
+registers to memory, takes more than the device has, or reads the bulk in copies of less than 16 bytes, records in less
+than whole words.
 """
 
 import re
@@ -69,6 +70,12 @@ def main() -> None:
     ]
     for capability, step in usual if few else rest:
         for recorder in step.record_launches():
+            check(recorder, capability, step)
+    most = [(80, Step(256, 64, 1, torch.float32, 2000, 4, rung)) for rung in (16, 8)]
+    for capability, step in (
+        [(90, Step(128, 128, 1, torch.bfloat16, 2000, 1.5, rung)) for rung in (16, 8)] if few else most
+    ):
+        for recorder in step.record_storing():
             check(recorder, capability, step)
 
 

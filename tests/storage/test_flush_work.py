@@ -1,0 +1,127 @@
+"""What storing tokens on a GPU costs the host: torch's operations and Triton's launches; and that both store alike."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_sketch import small_sketch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qada_cache.kernels import coding
+from qada_cache.storage import TokenStore
+from qada_cache.storage.residents import Residents
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
+from qada_cache.kernels import triton as kernels
+from qada_cache.kernels.triton.coding import code_segments
+from qada_cache.kernels.triton.deriving import derive
+from qada_cache.kernels.triton.kernels import INTERPRETED
+from qada_cache.kernels.triton.recording import code_records
+
+DIM, VALUE_DIM, HEADS, SINKS, WINDOW = 32, 16, 2, 3, 20
+PROMPT, DECODED = 300, 200
+VIEWS = {
+    *("alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "squeeze", "t", "transpose"),
+    *("unbind", "unsqueeze", "view", "_unsafe_view", "_reshape_alias", "empty", "empty_like", "new_empty"),
+}  # which launch nothing
+
+
+@pytest.fixture(autouse=True)
+def small_segments() -> Iterator[None]:
+    with small_sketch(40, 64):
+        yield
+
+
+@pytest.fixture
+def triton_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, once the kernels have been tried there."""
+    monkeypatch.setattr(coding, "AUTO_DEVICES", ("cpu",))
+    monkeypatch.setattr(coding, "_find_coder", lambda *_: coding.Coder(code_segments, derive, code_records))
+
+
+def make_tokens(count: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, HEADS, count, dim, generator=made) for dim in (DIM, VALUE_DIM))
+    return (keys + keys[:, :, :1]).to(torch.bfloat16), values.to(torch.bfloat16)
+
+
+def make_store(keys: Tensor, values: Tensor, bulk_bits: int) -> TokenStore:
+    sizes = {"sinks": SINKS, "window": WINDOW, "bulk_bits": bulk_bits}
+    store = TokenStore(keys, values, offloading=False, residents=Residents(0), layer=0, **sizes)
+    store.keep_moments(track=True, update=True)
+    store.keep_sketch(2, torch.arange(1.0, 1 + HEADS * DIM).view(HEADS, DIM), select=True)
+    return store
+
+
+def fill(keys: Tensor, values: Tensor, bulk_bits: int) -> TokenStore:
+    """A prompt, and then token after token."""
+    store = make_store(keys, values, bulk_bits)
+    store.absorb(keys[:, :, :PROMPT], values[:, :, :PROMPT], None)
+    for token in range(PROMPT, keys.shape[2]):
+        store.append(keys[:, :, token : token + 1], values[:, :, token : token + 1], None)
+    return store
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("bulk_bits", [16, 8])
+def test_both_store_alike(bulk_bits: int, request: pytest.FixtureRequest) -> None:
+    keys, values = make_tokens(PROMPT + DECODED)
+    bulks = [fill(keys, values, bulk_bits).bulk]
+    request.getfixturevalue("triton_codes")
+    bulks.append(fill(keys, values, bulk_bits).bulk)
+    for one, other in zip(*(bulk.tensors for bulk in bulks), strict=True):
+        stored = slice(0, bulks[0].stored[0])
+        assert (one[:, :, stored] == other[:, :, stored]).float().mean() > 0.99
+    expected, found = (bulk.sketch for bulk in bulks)
+    assert expected is not None
+    assert found is not None
+    assert found.lengths == expected.lengths > [PROMPT]
+    for name, one in expected.record.items():
+        other = found.record[name]
+        if isinstance(one, Tensor) and one.is_floating_point():
+            torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-5)
+        elif isinstance(one, Tensor):
+            assert (other == one).float().mean() > 0.99, name
+    for name in ("noise", "variances", "slope_units"):
+        one, other = (getattr(sketch.tensors, name) for sketch in (expected, found))
+        torch.testing.assert_close(other, one, rtol=1e-3, atol=0)
+
+
+class Work(TorchDispatchMode):
+    """Counts operations that take a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        self.names += [name] * (name not in VIEWS)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("triton_codes")
+@pytest.mark.parametrize(("bulk_bits", "of_closed"), [(16, []), (8, ["record_kernel"])])
+def test_a_flush_takes_few_launches(bulk_bits: int, of_closed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of Triton's kernels; each of torch's operations takes the host some 25 microseconds."""
+    launched: list[str] = []
+    monkeypatch.setattr(kernels._Launches, "launch", lambda _, kernel, *__: launched.append(kernel.__name__))
+    keys, values = make_tokens(PROMPT + DECODED)
+    store = make_store(keys, values, bulk_bits)
+    with Work() as work:
+        store.absorb(keys[:, :, :PROMPT], values[:, :, :PROMPT], None)
+    of_segments = ["describe_kernel", "code_kernel", "scale_kernel"]
+    assert launched == [*of_segments, *of_closed, *of_segments, "derive_kernel"]  # closed segments, then the open one
+    assert len(work.names) + len(launched) <= 50, work.names
+    steps = []
+    for token in range(PROMPT, PROMPT + DECODED):
+        launched.clear()
+        with Work() as work:
+            store.append(keys[:, :, token : token + 1], values[:, :, token : token + 1], None)
+        steps.append((len(work.names) + len(launched), work.names, list(launched)))
+    most = max(steps)
+    assert most[0] <= 55, most[1]
+    assert most[2] == [*of_segments, *of_closed, *of_segments, "derive_kernel"]
+    assert sum(count > 2 for count, *_ in steps) == 1  # 128 tokens and more at once
