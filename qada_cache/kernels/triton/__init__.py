@@ -10,8 +10,8 @@ The launches depend on shapes alone: flags, lengths and selections stay on the d
 once, and a CUDA graph can hold all of it. The bulk may be pinned host memory, read in place over the bus. A byte that
 no head needs is never moved, and a needed one once, as the query heads of a group are packed.
 
-It has been run under Triton's interpreter and compiled for CUDA, not run on a GPU: block sizes and splits are first
-guesses.
+It has been run on an H200, under Triton's interpreter, and compiled for other GPUs. Numbers below are for all of them,
+and are read when a layer's storage is new to it: who tries others sets them here before.
 """
 
 import math
@@ -29,13 +29,18 @@ from .kernels import bulk_kernel, local_kernel
 from .scratch import Scratch
 from .sketch_kernels import selected_kernel
 
-SPLIT_TOKENS = (
-    256  # a split of a bulk has at least about this many tokens, as its result must be written and read again
-)
-MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU; below `merging.ALL`; blocks of splits
-# have room for all, as one that followed the capacity would be compiled anew when the bulk grows
-SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
-SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
+# A split of a bulk has at least about so many tokens, as its result must be written and read again. One flagged KV head
+# alone should still occupy most of a GPU. Blocks of splits have room for all: such as followed the capacity would be
+# compiled anew when the bulk grows. Estimates have as many splits.
+SPLIT_TOKENS, MAX_SPLITS = 256, 128
+# Where tokens are selected, few of a split are read: to begin and to end take most of a program's time.
+SELECTED_TOKENS, SELECTED_SPLITS = 512, 64
+SCAN_TOKENS = 256  # among which a program chooses at once; a power of two, as:
+SCAN_SCORES = 1024  # of so many estimates at most: with more, registers spill
+SCAN_RUN = 32  # tokens of a scan that lie side by side; a power of two
+SCAN_STAGES = 3  # of the pipeline that fetches estimates
+PART_BYTES = 8192  # of parts, float32, that are added at once
+MERGE_STAGES = 5  # of the pipeline that fetches them
 ESTIMATE_HEADS = 8  # query heads that are prepared, and whose scores are estimated, at once
 ESTIMATES = 1024  # scores that are
 UNPACKED_BYTES = 4096  # of records in the registers of a program, a byte a value
@@ -126,14 +131,18 @@ class _Bound:
         (batch, heads, _, dim), (kv_heads, capacity) = states.shape, layer.bulk_keys.shape[1:3]
         sizes, selects = _find_sizes(query, layer), layer.token_threshold > 0
         group, value_dim = sizes["G"], sizes["V"]
-        queries, scan = triton.next_power_of_2(group), min(SCAN_TOKENS, SCAN_SCORES // triton.next_power_of_2(group))
+        queries = triton.next_power_of_2(group)
+        scan = min(SCAN_TOKENS, SCAN_SCORES // queries)
         if records is not None:
             assert sketch is not None
             capacity = sketch.scales.shape[2]  # which is of all tokens
         elif capacity < MIN_TOKENS:
             sketch = None  # there is no room for a bulk that has one
         self._sketched = sketch is not None
-        self._splits = splits = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
+        chooses = selects and sketch is not None
+        at_least, at_most = (SELECTED_TOKENS, SELECTED_SPLITS) if chooses else (SPLIT_TOKENS, MAX_SPLITS)
+        self._splits = splits = min(triton.cdiv(capacity, at_least), at_most)
+        self._sums = sums = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
         self._grid = kv_heads, batch
         self._out, self._flags = (batch, heads, 1, value_dim), (batch, kv_heads, group, 1)
         parts = {"parts": (torch.float32, batch * heads * (1 + splits) * value_dim)}
@@ -153,7 +162,7 @@ class _Bound:
                 "prepared": (torch.int32, batch * kv_heads * segments * count * queries),
                 "along": (torch.float32, batch * heads * value_dim),
                 "estimates": (torch.float32, batch * heads * self._room),
-                "sums": (torch.float32, batch * heads * 4 * splits),
+                "sums": (torch.float32, batch * heads * 4 * sums),
                 "index": (torch.int32, batch * kv_heads * self._room),
                 "unread": (torch.float32, batch * heads * 2 * splits),
             }
@@ -177,9 +186,12 @@ class _Bound:
             **segment_sizes, **at_once, **sizes,
         })  # fmt: skip
         self._estimate = _Launches(G=group, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
-        self._bulk = _Launches(**sizes)
+        merging = {"BLOCK_P": triton.next_power_of_2(at_most), "MERGE_STAGES": MERGE_STAGES}
+        merging["PARTS"] = PART_BYTES // torch.float32.itemsize
+        self._bulk = _Launches(BLOCK_Q=queries, **merging, **sizes)
         self._selected = _Launches(**{
-            "BLOCK_S": scan, "BLOCK_P": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes,
+            "BLOCK_S": scan, "RUN": min(SCAN_RUN, scan), "SCAN_STAGES": SCAN_STAGES,
+            "BLOCK_E": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes, **merging,
             "MIN_TOKENS": MIN_TOKENS, "TURNED": 0 if records is None else find_block(value_dim),  # turned together
             "num_stages": SELECTED_STAGES,
             **_find_record_sizes(records, states.dtype, sizes), **segment_sizes, **sizes,
@@ -213,7 +225,7 @@ class _Bound:
             if sketch is not None:
                 of_codes = prepared, sketch.codes, sketch.scales, sketch.units
                 self._estimate.launch(
-                    estimate_kernel, (self._splits, *self._grid), variant,
+                    estimate_kernel, (self._sums, *self._grid), variant,
                     *of_codes, lengths, tokens, shared("estimates"), shared("sums"),
                     s_length, *self._sketch_strides, self._room,
                 )  # fmt: skip
@@ -223,7 +235,7 @@ class _Bound:
                     None if records is None else records.tensor, lengths, *resident, layer.bulk_read_bytes, tokens,
                     flags, shared("estimates"), shared("sums"), shared("index"), parts, lse, shared("unread"),
                     sketch.mean_value, along, out, done,
-                    *self._bulk_strides, s_length, *self._sketch_strides, self._room, self._record_room,
+                    *self._bulk_strides, s_length, *self._sketch_strides, self._room, self._record_room, self._sums,
                     self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
                 )  # fmt: skip
             elif self._splits:

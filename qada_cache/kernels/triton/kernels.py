@@ -9,7 +9,7 @@ near buffer, the others are the splits of its bulk. The kernels that select toke
 import triton
 import triton.language as tl
 
-from .blocks import attend, attend_split, compute_scores, find_unreliable, store_part
+from .blocks import attend, attend_tokens, compute_scores, find_unreliable, load_query, resolve_pointer, store_part
 from .estimate_kernels import prepare_segment, store_along
 from .merging import is_last, merge_group
 from .record_kernels import count_closed, count_segments, store_turned
@@ -145,6 +145,7 @@ def local_kernel(
 def bulk_kernel(
     p_query, p_keys, p_values, p_resident_pointers, p_lengths, p_flags, p_parts, p_lse, p_out, p_done,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, scaling,
+    BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -155,19 +156,28 @@ def bulk_kernel(
     i_group = i_row * tl.num_programs(1) + i_head
     o_head = tl.arange(0, BLOCK_G)
     b_flags = tl.load(p_flags + i_group * G + o_head, mask=o_head < G, other=0).to(tl.int32)
+    length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
+    b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
+    key_place, value_place = 0, 0
+    if p_resident_pointers is not None:
+        key_place = tl.load(p_resident_pointers + 2 * i_group)
+        value_place = tl.load(p_resident_pointers + 2 * i_group + 1)
     if tl.max(b_flags, axis=0) == 0:
         return
-    length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     first = i_split * share
     last = tl.minimum(first + share, length)
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
-    attend_split(
-        p_query, p_keys, p_values, p_resident_pointers, None, p_parts, p_lse, s_key_token, s_value_token,
-        i_group, first, last, scaling, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
+    if p_resident_pointers is not None:
+        p_keys, p_values = resolve_pointer(p_keys, key_place), resolve_pointer(p_values, value_place)
+    b_max, b_sum, b_out = attend_tokens(
+        b_query, p_keys, p_values, None, s_key_token, s_value_token, first, last, 0, scaling,
+        BLOCK_G, D, V, BLOCK_V, BLOCK_N,
     )  # fmt: skip
+    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
     if is_last(p_done, i_group):
         merge_group(
-            p_parts, p_lse, p_flags, None, None, None, None, p_out, i_group, splits, scaling, 0.0, G, V, BLOCK_V, 0,
+            p_parts, p_lse, p_flags, None, None, None, None, p_out, i_group, splits, 0, False, scaling, 0.0,
+            G, V, BLOCK_V, BLOCK_Q, BLOCK_P, 1, PARTS, MERGE_STAGES, 0,
         )  # fmt: skip
