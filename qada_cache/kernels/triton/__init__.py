@@ -47,10 +47,13 @@ UNPACKED_BYTES = 4096  # of records in the registers of a program, a byte a valu
 RECORD_SCORES = 1024  # of tokens whose records are read at once
 TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
+NEAR_BYTES = 32768  # likewise, of the near buffer, where programs are few
+NEAR_TOKENS = 32  # of it at most, where a sketch makes them many
 # Terms of 8 bits each that attention's weights are rounded to where records hold the values, by the dtype of outputs.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Registers of a thread. Told how many it may take, the assembler spills none for the sake of more programs at once.
 SELECTED_REGISTERS = 128  # for four programs at once, as shared memory admits
+NEAR_REGISTERS = 128  # likewise, where a sketch makes programs many
 ESTIMATE_REGISTERS = 96
 RECORD_REGISTERS = {4: 168, 8: 128}  # by warps, for three or two
 MOST_REGISTERS = 255  # where fewer would spill, or programs are few
@@ -75,7 +78,7 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     many = sizes["BLOCK_G"] > 16
     if records is None:
         nothing: dict[str, Any] = dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0)
-        registers = MOST_REGISTERS if many else SELECTED_REGISTERS
+        registers = MOST_REGISTERS if many or _count_warps(sizes) > 4 else SELECTED_REGISTERS
         # Of float32, with any number, registers spill.
         return nothing | {"num_warps": 4, "maxnreg": registers if dtype.itemsize == 2 else None}
     layout, values = records.layout, max(sizes["BLOCK_D"], sizes["BLOCK_V"])
@@ -97,8 +100,20 @@ def _find_sizes(query: Query, layer: Operands) -> dict[str, int]:
     sizes["BLOCK_V"] = _pad(value_dim)
     if layer.records is not None:
         sizes["BLOCK_D"] = max(32, sizes["BLOCK_D"])  # as products of 8-bit integers take
-    in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * query.states.element_size())
-    return sizes | {"BLOCK_N": 64 if in_flight >= 64 else 32 if in_flight >= 32 else 16}
+    return sizes | {"BLOCK_N": _find_block(sizes, BLOCK_BYTES // query.states.element_size())}
+
+
+def _find_block(sizes: dict[str, int], most: int) -> int:
+    """Tokens that are read at once, of `most` numbers in keys and values."""
+    return max(16, min(64, 2 ** int(math.log2(most // (sizes["BLOCK_D"] + sizes["BLOCK_V"])))))
+
+
+def _find_near_sizes(sketched: bool, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
+    """The tokens of the near buffer that `local_kernel` reads at once, and the registers that it takes."""
+    if not sketched:
+        return {"BLOCK_N": _find_block(sizes, NEAR_BYTES // dtype.itemsize), "maxnreg": MOST_REGISTERS}
+    few = dtype.itemsize == 2 and sizes["BLOCK_G"] <= 16
+    return {"BLOCK_N": min(NEAR_TOKENS, sizes["BLOCK_N"]), "maxnreg": NEAR_REGISTERS if few else MOST_REGISTERS}
 
 
 def _find_estimate_sizes(queries: int) -> dict[str, int]:
@@ -143,7 +158,7 @@ class _Bound:
         at_least, at_most = (SELECTED_TOKENS, SELECTED_SPLITS) if chooses else (SPLIT_TOKENS, MAX_SPLITS)
         self._splits = splits = min(triton.cdiv(capacity, at_least), at_most)
         self._sums = sums = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
-        self._grid = kv_heads, batch
+        self._grid, self._near_programs = (kv_heads, batch), 1
         self._out, self._flags = (batch, heads, 1, value_dim), (batch, kv_heads, group, 1)
         parts = {"parts": (torch.float32, batch * heads * (1 + splits) * value_dim)}
         parts |= {"lse": (torch.float32, batch * heads * (1 + splits)), "done": (torch.int32, batch * kv_heads)}
@@ -154,6 +169,7 @@ class _Bound:
             count = count_rows(layout.coded, 1 if records is None else 2)
             words = dict(zip(words, (*layout.words, count), strict=True))
             self._errors, sketch_room = layout.find_errors(states.device), sketch.scales.shape[2]
+            self._near_programs += segments + group
             self._sketch_strides = layout.count * sketch_room, sketch_room, segments
             # Of whole blocks, and as many for every split.
             self._room = splits * triton.cdiv(triton.cdiv(capacity, scan), splits) * scan
@@ -181,14 +197,15 @@ class _Bound:
         at_once = {"BLOCK_H": min(queries, ESTIMATE_HEADS)}
         self._local = _Launches(**{
             "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
-            "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes), "maxnreg": MOST_REGISTERS,
+            "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes),
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
-            **segment_sizes, **at_once, **sizes,
+            **segment_sizes, **at_once, **sizes, **_find_near_sizes(sketch is not None, states.dtype, sizes),
         })  # fmt: skip
         self._estimate = _Launches(G=group, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
         merging = {"BLOCK_P": triton.next_power_of_2(at_most), "MERGE_STAGES": MERGE_STAGES}
         merging["PARTS"] = PART_BYTES // torch.float32.itemsize
-        self._bulk = _Launches(BLOCK_Q=queries, **merging, **sizes)
+        most = MOST_REGISTERS if _count_warps(sizes) > 4 else None
+        self._bulk = _Launches(BLOCK_Q=queries, maxnreg=most, **merging, **sizes)
         self._selected = _Launches(**{
             "BLOCK_S": scan, "RUN": min(SCAN_RUN, scan), "SCAN_STAGES": SCAN_STAGES,
             "BLOCK_E": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes, **merging,
@@ -215,7 +232,7 @@ class _Bound:
         variant = (*strides[2:4], resident[0] is None, *[each.data_ptr() % 16 == 0 for each in (states, *given)])
         with torch.cuda.device_of(states):  # Triton launches on the current device
             self._local.launch(
-                local_kernel, (*self._grid, 1 + self._numbers[-1]), variant,
+                local_kernel, (*self._grid, self._near_programs), variant,
                 states, layer.near_keys, layer.near_values, *given, parts, lse, flags, out, done,
                 None if sketch is not None else layer.bulk_read_bytes,
                 None if sketch is None else layer.sketch_read_bytes, *resident, tokens, prepared, along, turned,

@@ -28,12 +28,11 @@ def dot(b_a, b_b):
 
 
 @triton.jit
-def compute_scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexpr):
-    """Scores [BLOCK_G, tokens] of queries [BLOCK_G, BLOCK_D]; 0 for masked tokens, whose keys are not read."""
-    o_dim = tl.arange(0, b_query.shape[1])
-    p_block = p_keys + o_tokens[:, None] * s_token + o_dim[None, :]
-    b_keys = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < D)[None, :], other=0.0)  # [tokens, BLOCK_D]
-    return dot(b_query, tl.trans(b_keys)) * scaling
+def load_tokens(p_tokens, o_tokens, m_tokens, s_token, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys or values [tokens, BLOCK_D] of a head; 0 for masked tokens, which are not read."""
+    o_dim = tl.arange(0, BLOCK_D)
+    p_block = p_tokens + o_tokens[:, None] * s_token + o_dim[None, :]
+    return tl.load(p_block, mask=m_tokens[:, None] & (o_dim < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -49,13 +48,20 @@ def weigh(b_scores, m_scores, b_max, b_sum):
 
 
 @triton.jit
-def attend(b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_token, V: tl.constexpr):
-    """As `weigh`, with the average `b_out` [BLOCK_G, BLOCK_V] unnormalised. Values of masked tokens are not read."""
-    o_dim = tl.arange(0, b_out.shape[1])
-    p_block = p_values + o_tokens[:, None] * s_token + o_dim[None, :]
-    b_values = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < V)[None, :], other=0.0)  # [tokens, BLOCK_V]
+def attend(b_scores, m_scores, b_values, b_max, b_sum, b_out):
+    """As `weigh`, with values [tokens, BLOCK_V] and their average `b_out` [BLOCK_G, BLOCK_V], unnormalised."""
     b_max, b_sum, b_decay, b_weights = weigh(b_scores, m_scores, b_max, b_sum)
     return b_max, b_sum, b_out * b_decay[:, None] + dot(b_weights.to(b_values.dtype), b_values)
+
+
+@triton.jit
+def unite(b_max, b_sum, b_out, b_other_max, b_other_sum, b_other_out):
+    """Of two running softmaxes one, as `attend` has them."""
+    b_new = tl.maximum(b_max, b_other_max)
+    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_decay, b_other_decay = tl.exp(b_max - b_shift), tl.exp(b_other_max - b_shift)
+    b_out = b_out * b_decay[:, None] + b_other_out * b_other_decay[:, None]
+    return b_new, b_sum * b_decay + b_other_sum * b_other_decay, b_out
 
 
 @triton.jit
@@ -102,10 +108,10 @@ def attend_tokens(
         if p_index is not None:
             o_tokens = tl.load(p_index + o_tokens, mask=m_tokens, other=0).to(tl.int64)
         o_tokens -= before
-        b_scores = compute_scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D)
-        b_max, b_sum, b_out = attend(
-            b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V
-        )
+        b_keys = load_tokens(p_keys, o_tokens, m_tokens, s_key_token, D, b_query.shape[1])
+        b_values = load_tokens(p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V)
+        b_scores = dot(b_query, tl.trans(b_keys)) * scaling
+        b_max, b_sum, b_out = attend(b_scores, m_tokens[None, :], b_values, b_max, b_sum, b_out)
     return b_max, b_sum, b_out
 
 

@@ -17,7 +17,7 @@ from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_closed
 
 
-@triton.jit(do_not_specialize=["record_room", "s_codes", "s_head", "s_segment"])  # they grow with the bulk
+@triton.jit(do_not_specialize=["record_room", "s_codes", "s_head", "s_segment", "sums"])  # they grow with the bulk
 def selected_kernel(
     p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_lengths,
     p_resident_pointers, p_resident_hit_bytes, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums, p_index,
