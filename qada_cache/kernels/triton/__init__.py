@@ -38,7 +38,7 @@ SELECTED_TOKENS, SELECTED_SPLITS = 512, 64
 SCAN_TOKENS = 256  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 1024  # of so many estimates at most: with more, registers spill
 SCAN_RUN = 32  # tokens of a scan that lie side by side; a power of two
-SCAN_STAGES = 3  # of the pipeline that fetches estimates
+SCAN_STAGES = 3  # of the pipeline that fetches estimates, none in large groups, where registers would spill
 PART_BYTES = 8192  # of parts, float32, that are added at once
 MERGE_STAGES = 5  # of the pipeline that fetches them
 ESTIMATE_HEADS = 8  # query heads that are prepared, and whose scores are estimated, at once
@@ -87,7 +87,12 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": layout.size, "UNIT": unit}
     warps = _count_warps(sizes)
     found |= {"TERMS": TERMS[dtype], "num_warps": warps, "maxnreg": RECORD_REGISTERS[warps]}
-    if many or TERMS[dtype] > 1 or (layout.key_bits > 4 and (warps > 4 or sizes["G"] == 1)):
+    if (
+        many
+        or TERMS[dtype] > 1
+        or layout.dim < sizes["BLOCK_D"]
+        or (layout.key_bits > 4 and (warps > 4 or sizes["G"] == 1))
+    ):
         found["maxnreg"] = MOST_REGISTERS
     return found | {"BLOCK_R": max(16, min(32, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
 
@@ -110,10 +115,11 @@ def _find_block(sizes: dict[str, int], most: int) -> int:
 
 def _find_near_sizes(sketched: bool, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
     """The tokens of the near buffer that `local_kernel` reads at once, and the registers that it takes."""
-    if not sketched:
-        return {"BLOCK_N": _find_block(sizes, NEAR_BYTES // dtype.itemsize), "maxnreg": MOST_REGISTERS}
-    few = dtype.itemsize == 2 and sizes["BLOCK_G"] <= 16
-    return {"BLOCK_N": min(NEAR_TOKENS, sizes["BLOCK_N"]), "maxnreg": NEAR_REGISTERS if few else MOST_REGISTERS}
+    few, block = dtype.itemsize == 2 and sizes["BLOCK_G"] <= 16, sizes["BLOCK_N"]
+    if sketched:
+        registers = NEAR_REGISTERS if few and sizes["D"] == sizes["BLOCK_D"] else MOST_REGISTERS  # masks take some
+        return {"BLOCK_N": min(NEAR_TOKENS, block), "maxnreg": registers}
+    return {"BLOCK_N": _find_block(sizes, NEAR_BYTES // dtype.itemsize) if few else block, "maxnreg": MOST_REGISTERS}
 
 
 def _find_estimate_sizes(queries: int) -> dict[str, int]:
@@ -207,7 +213,7 @@ class _Bound:
         most = MOST_REGISTERS if _count_warps(sizes) > 4 else None
         self._bulk = _Launches(BLOCK_Q=queries, maxnreg=most, **merging, **sizes)
         self._selected = _Launches(**{
-            "BLOCK_S": scan, "RUN": min(SCAN_RUN, scan), "SCAN_STAGES": SCAN_STAGES,
+            "BLOCK_S": scan, "RUN": min(SCAN_RUN, scan), "SCAN_STAGES": SCAN_STAGES if queries <= 16 else 1,
             "BLOCK_E": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes, **merging,
             "MIN_TOKENS": MIN_TOKENS, "TURNED": 0 if records is None else find_block(value_dim),  # turned together
             "num_stages": SELECTED_STAGES,

@@ -98,7 +98,7 @@ def local_kernel(
     b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
     # Of pending tokens, which only flagged heads read. To come back for them would take longer.
     b_late, b_late_sum, b_late_out = b_max, b_sum, b_out
-    bulk_tokens = length
+    pending = 0
     for start in range(0, columns, BLOCK_N):
         o_tokens = start + o_block
         m_tokens = o_tokens < columns
@@ -109,8 +109,9 @@ def local_kernel(
         b_scores = dot(b_query, tl.trans(b_keys)) * scaling
         b_max, b_sum, b_out = attend(b_scores, m_local[None, :], b_values, b_max, b_sum, b_out)
         b_late, b_late_sum, b_late_out = attend(b_scores, m_pending[None, :], b_values, b_late, b_late_sum, b_late_out)
-        bulk_tokens += tl.sum(m_pending.to(tl.int32), axis=0)
+        pending += tl.sum(m_pending.to(tl.int32), axis=0)
 
+    bulk_tokens = length + pending
     b_bulk = tl.where(b_bulk == b_bulk, b_bulk, float("inf"))  # of nan nothing can be said: read it
     b_flags = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk < logit_threshold  # as `criterion.find_long_context`
     if GROUP_RULE == "any":

@@ -23,8 +23,9 @@ def merge_group(
     G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """`merge_heads` of the group's heads, as many at once as have a part among `PARTS` floats."""
-    HEADS: tl.constexpr = min(BLOCK_Q, PARTS // BLOCK_V)  # noqa: N806 - a compile-time constant
+    """`merge_heads` of the group's heads, as many at once as have a part, or numbers of all splits, among `PARTS`
+    floats."""
+    HEADS: tl.constexpr = min(BLOCK_Q, PARTS // max(BLOCK_V, BLOCK_P, BLOCK_E))  # noqa: N806 - a compile-time constant
     for first in range(0, G, HEADS):
         merge_heads(
             p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, first, splits, sums, estimated,

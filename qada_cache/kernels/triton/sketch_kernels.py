@@ -49,7 +49,8 @@ def selected_kernel(
     m_head = o_head < G
     o_group = i_group * G + o_head
     b_flags = tl.load(p_flags + o_group, mask=m_head, other=0)
-    length, bulk_tokens = tl.load(p_lengths + i_row * s_length), tl.load(p_tokens + i_group)
+    length = tl.load(p_lengths + i_row * s_length).to(tl.int32)  # as indices are: half of the registers
+    bulk_tokens = tl.load(p_tokens + i_group).to(tl.int32)
     b_buffer = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
     o_sum = tl.arange(0, BLOCK_E)
     m_sum = m_head[:, None] & (o_sum < sums)[None, :]
@@ -78,7 +79,7 @@ def selected_kernel(
     o_block = tl.arange(0, BLOCK_S)
     o_block = (o_block // RUN * splits + i_split) * RUN + o_block % RUN
     p_scores = p_estimates + i_group * G * room
-    for start in tl.range(0, length.to(tl.int32), splits * BLOCK_S, num_stages=SCAN_STAGES):
+    for start in tl.range(0, length, splits * BLOCK_S, num_stages=SCAN_STAGES):
         o_tokens = start + o_block
         m_tokens = o_tokens < length
         m_selected = b_flags[:, None] & m_tokens[None, :]
