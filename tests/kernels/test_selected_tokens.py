@@ -28,6 +28,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, and are split."""
     monkeypatch.setattr(cpu, "THREAD_TOKENS", 50)
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
+    monkeypatch.setattr(triton_decode, "SELECTED_TOKENS", 100)
+    monkeypatch.setattr(triton_decode, "SCAN_RUN", 4)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
     with small_sketch(40):
         yield

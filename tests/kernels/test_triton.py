@@ -42,6 +42,8 @@ Path = tuple[Callable[[Query, Rows, Operands], tuple[Tensor, Tensor]], str]
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
+    monkeypatch.setattr(triton_decode, "SELECTED_TOKENS", 100)
+    monkeypatch.setattr(triton_decode, "SCAN_RUN", 4)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
     monkeypatch.setattr(cpu, "THREAD_TOKENS", 100)
     with small_sketch(40):
@@ -171,8 +173,10 @@ def test_splits_do_not_matter(path: Path, bits: int, monkeypatch: pytest.MonkeyP
     scene, outputs = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(), bits=bits), []
     threshold = scene.threshold()
     for tokens, most in ((1000, 128), (16, 128), (50, 128), (1, 7)):
-        monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", tokens)
-        monkeypatch.setattr(triton_decode, "MAX_SPLITS", most)
+        for of in ("SPLIT_TOKENS", "SELECTED_TOKENS"):
+            monkeypatch.setattr(triton_decode, of, tokens)
+        for of in ("MAX_SPLITS", "SELECTED_SPLITS"):
+            monkeypatch.setattr(triton_decode, of, most)
         outputs.append(run(path, scene, threshold=threshold)[0])
     for out in outputs[1:]:
         torch.testing.assert_close(out, outputs[0], rtol=1e-5, atol=1e-6)

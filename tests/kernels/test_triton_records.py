@@ -26,6 +26,8 @@ BULK = [(777, 5), (39, 1), (1153, 0)]
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, and are split."""
     monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 400)
+    monkeypatch.setattr(triton_decode, "SELECTED_TOKENS", 400)
+    monkeypatch.setattr(triton_decode, "SCAN_RUN", 4)
     monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 64)
     with small_sketch(40):
         yield
@@ -118,8 +120,10 @@ def test_rows_do_not_matter(path: Path) -> None:
 @EVERY
 @pytest.mark.parametrize("splits", [(1000, 128), (1, 7)])
 def test_splits_do_not_matter(path: Path, splits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", splits[0])
-    monkeypatch.setattr(triton_decode, "MAX_SPLITS", splits[1])
+    for of in ("SPLIT_TOKENS", "SELECTED_TOKENS"):
+        monkeypatch.setattr(triton_decode, of, splits[0])
+    for of in ("MAX_SPLITS", "SELECTED_SPLITS"):
+        monkeypatch.setattr(triton_decode, of, splits[1])
     scene = RecordScene(bulk=BULK, bits=2, dtype=torch.float16)
     run(path, scene, token_threshold=scene.token_threshold())
 

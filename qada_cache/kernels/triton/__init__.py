@@ -10,8 +10,8 @@ The launches depend on shapes alone: flags, lengths and selections stay on the d
 once, and a CUDA graph can hold all of it. The bulk may be pinned host memory, read in place over the bus. A byte that
 no head needs is never moved, and a needed one once, as the query heads of a group are packed.
 
-It has been run under Triton's interpreter and compiled for CUDA, not run on a GPU: block sizes and splits are first
-guesses.
+It has been run on an H200, under Triton's interpreter, and compiled for other GPUs. Numbers below are for all of them,
+and are read when a layer's storage is new to it: who tries others sets them here before.
 """
 
 import math
@@ -29,23 +29,31 @@ from .kernels import bulk_kernel, local_kernel
 from .scratch import Scratch
 from .sketch_kernels import selected_kernel
 
-SPLIT_TOKENS = (
-    256  # a split of a bulk has at least about this many tokens, as its result must be written and read again
-)
-MAX_SPLITS = 128  # one flagged KV head alone should still occupy most of a GPU; below `merging.ALL`; blocks of splits
-# have room for all, as one that followed the capacity would be compiled anew when the bulk grows
-SCAN_TOKENS = 128  # among which a program chooses at once; a power of two, as:
-SCAN_SCORES = 2048  # of so many estimates at most: with more, registers spill
+# A split of a bulk has at least about so many tokens, as its result must be written and read again. One flagged KV head
+# alone should still occupy most of a GPU. Blocks of splits have room for all: such as followed the capacity would be
+# compiled anew when the bulk grows. Estimates have as many splits.
+SPLIT_TOKENS, MAX_SPLITS = 256, 128
+# Where tokens are selected, few of a split are read: to begin and to end take most of a program's time.
+SELECTED_TOKENS, SELECTED_SPLITS = 512, 64
+SCAN_TOKENS = 256  # among which a program chooses at once; a power of two, as:
+SCAN_SCORES = 1024  # of so many estimates at most: with more, registers spill
+SCAN_RUN = 32  # tokens of a scan that lie side by side; a power of two
+SCAN_STAGES = 3  # of the pipeline that fetches estimates, none in large groups, where registers would spill
+PART_BYTES = 8192  # of parts, float32, that are added at once
+MERGE_STAGES = 5  # of the pipeline that fetches them
 ESTIMATE_HEADS = 8  # query heads that are prepared, and whose scores are estimated, at once
 ESTIMATES = 1024  # scores that are
 UNPACKED_BYTES = 4096  # of records in the registers of a program, a byte a value
 RECORD_SCORES = 1024  # of tokens whose records are read at once
 TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
+NEAR_BYTES = 32768  # likewise, of the near buffer, where programs are few
+NEAR_TOKENS = 32  # of it at most, where a sketch makes them many
 # Terms of 8 bits each that attention's weights are rounded to where records hold the values, by the dtype of outputs.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Registers of a thread. Told how many it may take, the assembler spills none for the sake of more programs at once.
 SELECTED_REGISTERS = 128  # for four programs at once, as shared memory admits
+NEAR_REGISTERS = 128  # likewise, where a sketch makes programs many
 ESTIMATE_REGISTERS = 96
 RECORD_REGISTERS = {4: 168, 8: 128}  # by warps, for three or two
 MOST_REGISTERS = 255  # where fewer would spill, or programs are few
@@ -70,7 +78,7 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     many = sizes["BLOCK_G"] > 16
     if records is None:
         nothing: dict[str, Any] = dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0)
-        registers = MOST_REGISTERS if many else SELECTED_REGISTERS
+        registers = MOST_REGISTERS if many or _count_warps(sizes) > 4 else SELECTED_REGISTERS
         # Of float32, with any number, registers spill.
         return nothing | {"num_warps": 4, "maxnreg": registers if dtype.itemsize == 2 else None}
     layout, values = records.layout, max(sizes["BLOCK_D"], sizes["BLOCK_V"])
@@ -79,7 +87,12 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": layout.size, "UNIT": unit}
     warps = _count_warps(sizes)
     found |= {"TERMS": TERMS[dtype], "num_warps": warps, "maxnreg": RECORD_REGISTERS[warps]}
-    if many or TERMS[dtype] > 1 or (layout.key_bits > 4 and (warps > 4 or sizes["G"] == 1)):
+    if (
+        many
+        or TERMS[dtype] > 1
+        or layout.dim < sizes["BLOCK_D"]
+        or (layout.key_bits > 4 and (warps > 4 or sizes["G"] == 1))
+    ):
         found["maxnreg"] = MOST_REGISTERS
     return found | {"BLOCK_R": max(16, min(32, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
 
@@ -92,8 +105,21 @@ def _find_sizes(query: Query, layer: Operands) -> dict[str, int]:
     sizes["BLOCK_V"] = _pad(value_dim)
     if layer.records is not None:
         sizes["BLOCK_D"] = max(32, sizes["BLOCK_D"])  # as products of 8-bit integers take
-    in_flight = BLOCK_BYTES // ((sizes["BLOCK_D"] + sizes["BLOCK_V"]) * query.states.element_size())
-    return sizes | {"BLOCK_N": 64 if in_flight >= 64 else 32 if in_flight >= 32 else 16}
+    return sizes | {"BLOCK_N": _find_block(sizes, BLOCK_BYTES // query.states.element_size())}
+
+
+def _find_block(sizes: dict[str, int], most: int) -> int:
+    """Tokens that are read at once, of `most` numbers in keys and values."""
+    return max(16, min(64, 2 ** int(math.log2(most // (sizes["BLOCK_D"] + sizes["BLOCK_V"])))))
+
+
+def _find_near_sizes(sketched: bool, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
+    """The tokens of the near buffer that `local_kernel` reads at once, and the registers that it takes."""
+    few, block = dtype.itemsize == 2 and sizes["BLOCK_G"] <= 16, sizes["BLOCK_N"]
+    if sketched:
+        registers = NEAR_REGISTERS if few and sizes["D"] == sizes["BLOCK_D"] else MOST_REGISTERS  # masks take some
+        return {"BLOCK_N": min(NEAR_TOKENS, block), "maxnreg": registers}
+    return {"BLOCK_N": _find_block(sizes, NEAR_BYTES // dtype.itemsize) if few else block, "maxnreg": MOST_REGISTERS}
 
 
 def _find_estimate_sizes(queries: int) -> dict[str, int]:
@@ -126,15 +152,19 @@ class _Bound:
         (batch, heads, _, dim), (kv_heads, capacity) = states.shape, layer.bulk_keys.shape[1:3]
         sizes, selects = _find_sizes(query, layer), layer.token_threshold > 0
         group, value_dim = sizes["G"], sizes["V"]
-        queries, scan = triton.next_power_of_2(group), min(SCAN_TOKENS, SCAN_SCORES // triton.next_power_of_2(group))
+        queries = triton.next_power_of_2(group)
+        scan = min(SCAN_TOKENS, SCAN_SCORES // queries)
         if records is not None:
             assert sketch is not None
             capacity = sketch.scales.shape[2]  # which is of all tokens
         elif capacity < MIN_TOKENS:
             sketch = None  # there is no room for a bulk that has one
         self._sketched = sketch is not None
-        self._splits = splits = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
-        self._grid = kv_heads, batch
+        chooses = selects and sketch is not None
+        at_least, at_most = (SELECTED_TOKENS, SELECTED_SPLITS) if chooses else (SPLIT_TOKENS, MAX_SPLITS)
+        self._splits = splits = min(triton.cdiv(capacity, at_least), at_most)
+        self._sums = sums = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
+        self._grid, self._near_programs = (kv_heads, batch), 1
         self._out, self._flags = (batch, heads, 1, value_dim), (batch, kv_heads, group, 1)
         parts = {"parts": (torch.float32, batch * heads * (1 + splits) * value_dim)}
         parts |= {"lse": (torch.float32, batch * heads * (1 + splits)), "done": (torch.int32, batch * kv_heads)}
@@ -145,6 +175,7 @@ class _Bound:
             count = count_rows(layout.coded, 1 if records is None else 2)
             words = dict(zip(words, (*layout.words, count), strict=True))
             self._errors, sketch_room = layout.find_errors(states.device), sketch.scales.shape[2]
+            self._near_programs += segments + group
             self._sketch_strides = layout.count * sketch_room, sketch_room, segments
             # Of whole blocks, and as many for every split.
             self._room = splits * triton.cdiv(triton.cdiv(capacity, scan), splits) * scan
@@ -153,7 +184,7 @@ class _Bound:
                 "prepared": (torch.int32, batch * kv_heads * segments * count * queries),
                 "along": (torch.float32, batch * heads * value_dim),
                 "estimates": (torch.float32, batch * heads * self._room),
-                "sums": (torch.float32, batch * heads * 4 * splits),
+                "sums": (torch.float32, batch * heads * 4 * sums),
                 "index": (torch.int32, batch * kv_heads * self._room),
                 "unread": (torch.float32, batch * heads * 2 * splits),
             }
@@ -172,14 +203,18 @@ class _Bound:
         at_once = {"BLOCK_H": min(queries, ESTIMATE_HEADS)}
         self._local = _Launches(**{
             "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
-            "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes), "maxnreg": MOST_REGISTERS,
+            "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes),
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
-            **segment_sizes, **at_once, **sizes,
+            **segment_sizes, **at_once, **sizes, **_find_near_sizes(sketch is not None, states.dtype, sizes),
         })  # fmt: skip
         self._estimate = _Launches(G=group, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
-        self._bulk = _Launches(**sizes)
+        merging = {"BLOCK_P": triton.next_power_of_2(at_most), "MERGE_STAGES": MERGE_STAGES}
+        merging["PARTS"] = PART_BYTES // torch.float32.itemsize
+        most = MOST_REGISTERS if _count_warps(sizes) > 4 else None
+        self._bulk = _Launches(BLOCK_Q=queries, maxnreg=most, **merging, **sizes)
         self._selected = _Launches(**{
-            "BLOCK_S": scan, "BLOCK_P": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes,
+            "BLOCK_S": scan, "RUN": min(SCAN_RUN, scan), "SCAN_STAGES": SCAN_STAGES if queries <= 16 else 1,
+            "BLOCK_E": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes, **merging,
             "MIN_TOKENS": MIN_TOKENS, "TURNED": 0 if records is None else find_block(value_dim),  # turned together
             "num_stages": SELECTED_STAGES,
             **_find_record_sizes(records, states.dtype, sizes), **segment_sizes, **sizes,
@@ -203,7 +238,7 @@ class _Bound:
         variant = (*strides[2:4], resident[0] is None, *[each.data_ptr() % 16 == 0 for each in (states, *given)])
         with torch.cuda.device_of(states):  # Triton launches on the current device
             self._local.launch(
-                local_kernel, (*self._grid, 1 + self._numbers[-1]), variant,
+                local_kernel, (*self._grid, self._near_programs), variant,
                 states, layer.near_keys, layer.near_values, *given, parts, lse, flags, out, done,
                 None if sketch is not None else layer.bulk_read_bytes,
                 None if sketch is None else layer.sketch_read_bytes, *resident, tokens, prepared, along, turned,
@@ -213,7 +248,7 @@ class _Bound:
             if sketch is not None:
                 of_codes = prepared, sketch.codes, sketch.scales, sketch.units
                 self._estimate.launch(
-                    estimate_kernel, (self._splits, *self._grid), variant,
+                    estimate_kernel, (self._sums, *self._grid), variant,
                     *of_codes, lengths, tokens, shared("estimates"), shared("sums"),
                     s_length, *self._sketch_strides, self._room,
                 )  # fmt: skip
@@ -223,7 +258,7 @@ class _Bound:
                     None if records is None else records.tensor, lengths, *resident, layer.bulk_read_bytes, tokens,
                     flags, shared("estimates"), shared("sums"), shared("index"), parts, lse, shared("unread"),
                     sketch.mean_value, along, out, done,
-                    *self._bulk_strides, s_length, *self._sketch_strides, self._room, self._record_room,
+                    *self._bulk_strides, s_length, *self._sketch_strides, self._room, self._record_room, self._sums,
                     self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
                 )  # fmt: skip
             elif self._splits:

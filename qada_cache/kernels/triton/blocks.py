@@ -28,12 +28,11 @@ def dot(b_a, b_b):
 
 
 @triton.jit
-def compute_scores(b_query, p_keys, o_tokens, m_tokens, s_token, scaling, D: tl.constexpr):
-    """Scores [BLOCK_G, tokens] of queries [BLOCK_G, BLOCK_D]; 0 for masked tokens, whose keys are not read."""
-    o_dim = tl.arange(0, b_query.shape[1])
-    p_block = p_keys + o_tokens[:, None] * s_token + o_dim[None, :]
-    b_keys = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < D)[None, :], other=0.0)  # [tokens, BLOCK_D]
-    return dot(b_query, tl.trans(b_keys)) * scaling
+def load_tokens(p_tokens, o_tokens, m_tokens, s_token, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys or values [tokens, BLOCK_D] of a head; 0 for masked tokens, which are not read."""
+    o_dim = tl.arange(0, BLOCK_D)
+    p_block = p_tokens + o_tokens[:, None] * s_token + o_dim[None, :]
+    return tl.load(p_block, mask=m_tokens[:, None] & (o_dim < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -49,13 +48,20 @@ def weigh(b_scores, m_scores, b_max, b_sum):
 
 
 @triton.jit
-def attend(b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_token, V: tl.constexpr):
-    """As `weigh`, with the average `b_out` [BLOCK_G, BLOCK_V] unnormalised. Values of masked tokens are not read."""
-    o_dim = tl.arange(0, b_out.shape[1])
-    p_block = p_values + o_tokens[:, None] * s_token + o_dim[None, :]
-    b_values = tl.load(p_block, mask=m_tokens[:, None] & (o_dim < V)[None, :], other=0.0)  # [tokens, BLOCK_V]
+def attend(b_scores, m_scores, b_values, b_max, b_sum, b_out):
+    """As `weigh`, with values [tokens, BLOCK_V] and their average `b_out` [BLOCK_G, BLOCK_V], unnormalised."""
     b_max, b_sum, b_decay, b_weights = weigh(b_scores, m_scores, b_max, b_sum)
     return b_max, b_sum, b_out * b_decay[:, None] + dot(b_weights.to(b_values.dtype), b_values)
+
+
+@triton.jit
+def unite(b_max, b_sum, b_out, b_other_max, b_other_sum, b_other_out):
+    """Of two running softmaxes one, as `attend` has them."""
+    b_new = tl.maximum(b_max, b_other_max)
+    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_decay, b_other_decay = tl.exp(b_max - b_shift), tl.exp(b_other_max - b_shift)
+    b_out = b_out * b_decay[:, None] + b_other_out * b_other_decay[:, None]
+    return b_new, b_sum * b_decay + b_other_sum * b_other_decay, b_out
 
 
 @triton.jit
@@ -71,25 +77,28 @@ def store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, i_part, parts, G: t
 
 
 @triton.jit
-def resolve_pointer(p_own, p_place):
-    """`p_own`, or the address at `p_place` if it is not 0: a resident's."""
-    place = tl.load(p_place)
+def resolve_pointer(p_own, place):
+    """`p_own`, or the address `place` if it is not 0: a resident's."""
     if place != 0:
         p_own = tl.multiple_of(place.to(p_own.dtype), 16)  # as every allocation
     return p_own
 
 
 @triton.jit
+def load_query(p_query, i_group, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A group's queries [BLOCK_G, BLOCK_D]. Kernels ask for all that they are sure to need before they look at any."""
+    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    m_query = (o_head < G)[:, None] & (o_dim < D)[None, :]
+    return tl.load(p_query + (i_group * G + o_head)[:, None] * D + o_dim[None, :], mask=m_query, other=0.0)
+
+
+@triton.jit
 def attend_tokens(
-    p_query, p_keys, p_values, p_index, s_key_token, s_value_token, i_group, first, last, before, scaling,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    b_query, p_keys, p_values, p_index, s_key_token, s_value_token, first, last, before, scaling,
+    BLOCK_G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention of a group over tokens `first` to `last` of its head, or of the indices `p_index`, as `attend` has it.
     `p_keys` and `p_values` are the head's, without the `before` tokens that come first."""
-    o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    m_query = (o_head < G)[:, None] & (o_dim < D)[None, :]
-    b_query = tl.load(p_query + (i_group * G + o_head)[:, None] * D + o_dim[None, :], mask=m_query, other=0.0)
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
@@ -99,30 +108,11 @@ def attend_tokens(
         if p_index is not None:
             o_tokens = tl.load(p_index + o_tokens, mask=m_tokens, other=0).to(tl.int64)
         o_tokens -= before
-        b_scores = compute_scores(b_query, p_keys, o_tokens, m_tokens, s_key_token, scaling, D)
-        b_max, b_sum, b_out = attend(
-            b_scores, m_tokens[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_tokens, s_value_token, V
-        )
+        b_keys = load_tokens(p_keys, o_tokens, m_tokens, s_key_token, D, b_query.shape[1])
+        b_values = load_tokens(p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V)
+        b_scores = dot(b_query, tl.trans(b_keys)) * scaling
+        b_max, b_sum, b_out = attend(b_scores, m_tokens[None, :], b_values, b_max, b_sum, b_out)
     return b_max, b_sum, b_out
-
-
-@triton.jit
-def attend_split(
-    p_query, p_keys, p_values, p_resident_pointers, p_index, p_parts, p_lse, s_key_token, s_value_token,
-    i_group, first, last, scaling,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """As `attend_tokens`; writes the part. The program is one of (split, KV head, row)."""
-    if p_resident_pointers is not None:
-        p_keys = resolve_pointer(p_keys, p_resident_pointers + 2 * i_group)
-        p_values = resolve_pointer(p_values, p_resident_pointers + 2 * i_group + 1)
-    b_max, b_sum, b_out = attend_tokens(
-        p_query, p_keys, p_values, p_index, s_key_token, s_value_token, i_group, first, last, 0, scaling,
-        G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
-    )  # fmt: skip
-    i_split, splits = tl.program_id(0), tl.num_programs(0)
-    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
 
 
 @triton.jit

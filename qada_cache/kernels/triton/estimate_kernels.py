@@ -72,23 +72,23 @@ def prepare_segment(
 
 @triton.jit
 def store_along(
-    p_along, p_query, p_slopes, p_units, i_group,
+    p_along, p_query, p_slopes, p_units, i_group, i_head,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Write what values gain along each of a group's queries, `slopes (slope_units q)`: `p_along` [query heads, V]."""
+    """Write what values gain along the `i_head`-th query, `slopes (slope_units q)`: `p_along` [query heads, V]."""
     o_value = tl.arange(0, BLOCK_V)
     p_slopes += i_group * V * D + o_value[:, None] * D
     p_units += i_group * D
-    for i_head in range(i_group * G, i_group * G + G):
-        b_along = tl.zeros([BLOCK_V], tl.float32)
-        for start in range(0, D, SLOPE_COLUMNS):
-            o_dim = start + tl.arange(0, SLOPE_COLUMNS)
-            m_dim = o_dim < D
-            b_slopes = tl.load(p_slopes + o_dim[None, :], mask=(o_value < V)[:, None] & m_dim[None, :], other=0)
-            b_query = tl.load(p_query + i_head * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
-            b_query *= tl.load(p_units + o_dim, mask=m_dim, other=0.0)
-            b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
-        tl.store(p_along + i_head * V + o_value, b_along, mask=o_value < V)
+    i_query = i_group * G + i_head
+    b_along = tl.zeros([BLOCK_V], tl.float32)
+    for start in tl.static_range(0, D, SLOPE_COLUMNS):
+        o_dim = start + tl.arange(0, SLOPE_COLUMNS)
+        m_dim = o_dim < D
+        b_slopes = tl.load(p_slopes + o_dim[None, :], mask=(o_value < V)[:, None] & m_dim[None, :], other=0)
+        b_query = tl.load(p_query + i_query * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
+        b_query *= tl.load(p_units + o_dim, mask=m_dim, other=0.0)
+        b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
+    tl.store(p_along + i_query * V + o_value, b_along, mask=o_value < V)
 
 
 @triton.jit
@@ -236,26 +236,29 @@ def score_selected(
     G: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """Write what codes say of the scores of `count` tokens of closed segments, `p_index`, over their estimates: by
-    queries of two terms, and without what errors are expected to add. One head at a time: of more, registers spill."""
+    queries of two terms, and without what errors are expected to add. A lane has a token and a query head."""
+    WIDTH: tl.constexpr = max(LANES, BLOCK_Q)  # noqa: N806 - a compile-time constant
+    TOKENS: tl.constexpr = WIDTH // BLOCK_Q  # noqa: N806 - a compile-time constant
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
     p_codes += i_group * s_codes
     p_scales += i_group * s_head
     p_units += i_group * s_segment
     p_prepared += i_group * s_segment * (ROWS * BLOCK_Q)
     p_scores += i_group * G * room
-    for start in range(0, count, LANES):
-        o_place = start + tl.arange(0, LANES)
-        m_tokens = o_place < count
-        o_tokens = tl.load(p_index + o_place, mask=m_tokens, other=0)
+    o_lane, o_term = tl.arange(0, WIDTH), tl.arange(0, 2)
+    o_head = o_lane % BLOCK_Q
+    b_worth = tl.where(o_term == 0, 1.0, 1.0 / FINER)[:, None]
+    for start in range(0, count, TOKENS):
+        o_place = start + o_lane // BLOCK_Q
+        m_lane = (o_place < count) & (o_head < G)
+        o_tokens = tl.load(p_index + o_place, mask=m_lane, other=0)
         o_segment = o_tokens // SEGMENT
-        b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * tl.load(p_units + o_segment)
-        for head in range(G):
-            p_rows = (p_prepared + o_segment * (ROWS * BLOCK_Q) + head)[None, :]
-            b_high = multiply_codes(p_codes, p_rows, s_head, o_tokens, m_tokens, FOURS, TWOS, ONES, BLOCK_Q)
-            p_numbers = p_rows + (PLANES + 1) * BLOCK_Q
-            b_middle = tl.load(p_numbers).to(tl.float32, bitcast=True)
-            b_step = tl.load(p_numbers + 2 * BLOCK_Q).to(tl.float32, bitcast=True)
-            p_rows = p_numbers + NUMBERS * BLOCK_Q
-            b_low = multiply_codes(p_codes, p_rows, s_head, o_tokens, m_tokens, FOURS, TWOS, ONES, BLOCK_Q)
-            b_scores = b_middle + b_scale[None, :] * (b_step * (b_high + b_low * (1.0 / FINER)))
-            tl.store(p_scores + head * room + o_tokens[None, :], b_scores, mask=m_tokens[None, :])
+        p_rows = p_prepared + o_segment * (ROWS * BLOCK_Q) + o_head
+        p_numbers = p_rows + (PLANES + 1) * BLOCK_Q
+        b_scale = tl.load(p_scales + o_tokens, mask=m_lane, other=0).to(tl.float32) * tl.load(p_units + o_segment)
+        b_middle = tl.load(p_numbers).to(tl.float32, bitcast=True)
+        b_step = tl.load(p_numbers + 2 * BLOCK_Q).to(tl.float32, bitcast=True)
+        p_rows = p_rows[None, :] + (o_term * ((PLANES + 1 + NUMBERS) * BLOCK_Q))[:, None]
+        b_products = multiply_codes(p_codes, p_rows, s_head, o_tokens, m_lane, FOURS, TWOS, ONES, BLOCK_Q)
+        b_scores = b_middle + b_scale * (b_step * tl.sum(b_products * b_worth, axis=0))
+        tl.store(p_scores + o_head * room + o_tokens, b_scores, mask=m_lane)

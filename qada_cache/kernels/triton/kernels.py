@@ -9,7 +9,17 @@ near buffer, the others are the splits of its bulk. The kernels that select toke
 import triton
 import triton.language as tl
 
-from .blocks import attend, attend_split, compute_scores, find_unreliable, store_part
+from .blocks import (
+    attend,
+    attend_tokens,
+    dot,
+    find_unreliable,
+    load_query,
+    load_tokens,
+    resolve_pointer,
+    store_part,
+    unite,
+)
 from .estimate_kernels import prepare_segment, store_along
 from .merging import is_last, merge_group
 from .record_kernels import count_closed, count_segments, store_turned
@@ -47,7 +57,8 @@ def local_kernel(
     With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, 0 for a group that is to
     read all of them, as of any bulk that has not stored `min_tokens`, or -1 for one without a long-context head. Bytes
     of the sketch are counted where estimates are asked for. Meanwhile more programs, one a (KV head, row, segment),
-    prepare its queries, whether or not anybody will ask: `p_prepared`, `p_along`, and `p_turned` for records.
+    prepare its queries, whether or not anybody will ask: `p_prepared`. Behind them, one for each query head of a group
+    writes `p_along`, and the first of these `p_turned` for records.
     """
     TERMS: tl.constexpr = 1 if p_turned is None else 2  # noqa: N806 - a compile-time constant
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -55,73 +66,73 @@ def local_kernel(
     if p_prepared is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
         if tl.program_id(2) > 0:
             i_segment, length = tl.program_id(2) - 1, tl.load(p_lengths + i_row * s_length)
-            if (length >= MIN_TOKENS) & (i_segment < count_segments(length, SEGMENT, LAST)):
-                for first in range(0, G, BLOCK_H):
-                    prepare_segment(
-                        p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment,
-                        first, scaling, FOURS, TWOS, ONES, TERMS, ROWS, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
-                    )  # fmt: skip
-                if i_segment == 0:
-                    store_along(p_along, p_query, p_slopes, p_slope_units, i_group, G, D, V, BLOCK_V)
-                    if p_turned is not None:
-                        p_record_weights += i_head * D
-                        store_turned(
-                            p_turned, p_query, p_record_weights, i_group, scaling, TURNED, G, BLOCK_Q, D, BLOCK_D
-                        )
+            if length >= MIN_TOKENS:
+                if i_segment >= s_segment:
+                    along = i_segment - s_segment
+                    store_along(p_along, p_query, p_slopes, p_slope_units, i_group, along, G, D, V, BLOCK_V)
+                    if p_turned is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
+                        if along == 0:
+                            p_record_weights += i_head * D
+                            store_turned(
+                                p_turned, p_query, p_record_weights, i_group, scaling, TURNED, G, BLOCK_Q, D, BLOCK_D
+                            )
+                elif i_segment < count_segments(length, SEGMENT, LAST):
+                    for first in range(0, G, BLOCK_H):
+                        prepare_segment(
+                            p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment,
+                            first, scaling, FOURS, TWOS, ONES, TERMS, ROWS, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
+                        )  # fmt: skip
             return
-    o_head, o_dim, o_block = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    m_head, m_dim = o_head < G, o_dim < D
-    p_query += i_group * G * D
+    o_head, o_block = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    m_head = o_head < G
+    length, decided = tl.load(p_lengths + i_row * s_length), tl.load(p_decided + i_row * s_decided)
+    b_bulk = tl.load(p_log_bulk + i_row * s_log_bulk + i_head * G + o_head, mask=m_head, other=0.0)
+    b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
     p_local += i_row * s_local
     p_pending += i_row * s_pending
-    b_query = tl.load(p_query + o_head[:, None] * D + o_dim[None, :], mask=m_head[:, None] & m_dim[None, :], other=0.0)
 
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
-    bulk_tokens = tl.load(p_lengths + i_row * s_length)
+    # Of pending tokens, which only flagged heads read. To come back for them would take longer.
+    b_late, b_late_sum, b_late_out = b_max, b_sum, b_out
+    pending = 0
     for start in range(0, columns, BLOCK_N):
         o_tokens = start + o_block
         m_tokens = o_tokens < columns
         m_local = tl.load(p_local + o_tokens, mask=m_tokens, other=0)
         m_pending = tl.load(p_pending + o_tokens, mask=m_tokens, other=0)
-        b_scores = compute_scores(b_query, p_keys, o_tokens, m_local | m_pending, s_key_token, scaling, D)
-        b_max, b_sum, b_out = attend(
-            b_scores, m_local[None, :], b_max, b_sum, b_out, p_values, o_tokens, m_local, s_value_token, V
-        )
-        bulk_tokens += tl.sum(m_pending.to(tl.int32), axis=0)
+        b_keys = load_tokens(p_keys, o_tokens, m_local | m_pending, s_key_token, D, BLOCK_D)
+        b_values = load_tokens(p_values, o_tokens, m_local | m_pending, s_value_token, V, BLOCK_V)
+        b_scores = dot(b_query, tl.trans(b_keys)) * scaling
+        b_max, b_sum, b_out = attend(b_scores, m_local[None, :], b_values, b_max, b_sum, b_out)
+        b_late, b_late_sum, b_late_out = attend(b_scores, m_pending[None, :], b_values, b_late, b_late_sum, b_late_out)
+        pending += tl.sum(m_pending.to(tl.int32), axis=0)
 
-    b_bulk = tl.load(p_log_bulk + i_row * s_log_bulk + i_head * G + o_head, mask=m_head, other=0.0)
+    bulk_tokens = length + pending
     b_bulk = tl.where(b_bulk == b_bulk, b_bulk, float("inf"))  # of nan nothing can be said: read it
     b_flags = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk < logit_threshold  # as `criterion.find_long_context`
     if GROUP_RULE == "any":
         b_flags = m_head & (tl.max(tl.where(m_head, b_flags.to(tl.int32), 0), axis=0) == 1)
-    decided = tl.load(p_decided + i_row * s_decided) & (bulk_tokens > 0)
+    decided = decided & (bulk_tokens > 0)
     b_flags = b_flags & m_head & decided
     tl.store(p_flags + i_group * G + o_head, b_flags, mask=m_head)
 
     if tl.max(b_flags.to(tl.int32), axis=0) == 1:
-        for start in range(0, columns, BLOCK_N):
-            o_tokens = start + o_block
-            m_pending = tl.load(p_pending + o_tokens, mask=o_tokens < columns, other=0)
-            b_scores = compute_scores(b_query, p_keys, o_tokens, m_pending, s_key_token, scaling, D)
-            m_scores = m_pending[None, :] & b_flags[:, None]
-            b_max, b_sum, b_out = attend(
-                b_scores, m_scores, b_max, b_sum, b_out, p_values, o_tokens, m_pending, s_value_token, V
-            )
+        b_late = tl.where(b_flags, b_late, float("-inf"))
+        b_max, b_sum, b_out = unite(b_max, b_sum, b_out, b_late, b_late_sum, b_late_out)
         if p_bulk_read_bytes is not None:
             if p_resident_pointers is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
                 if tl.load(p_resident_pointers + 2 * i_group) != 0:
                     p_bulk_read_bytes = p_resident_hit_bytes
-            tl.atomic_add(p_bulk_read_bytes, tl.load(p_lengths + i_row * s_length) * TOKEN_BYTES, sem="relaxed")
+            tl.atomic_add(p_bulk_read_bytes, length * TOKEN_BYTES, sem="relaxed")
         if p_tokens is not None:
             b_unreliable = find_unreliable(
                 b_query, p_noise + i_group * D, p_variances + i_group * D, noise_limit, noise_share, D
             )
             whole = tl.max((b_flags & b_unreliable).to(tl.int32), axis=0) == 1
-            length = tl.load(p_lengths + i_row * s_length)
             whole = whole | (length < min_tokens)
             tl.store(p_tokens + i_group, tl.where(whole, 0, bulk_tokens))
             if p_sketch_read_bytes is not None:
@@ -145,6 +156,7 @@ def local_kernel(
 def bulk_kernel(
     p_query, p_keys, p_values, p_resident_pointers, p_lengths, p_flags, p_parts, p_lse, p_out, p_done,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, scaling,
+    BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -155,19 +167,28 @@ def bulk_kernel(
     i_group = i_row * tl.num_programs(1) + i_head
     o_head = tl.arange(0, BLOCK_G)
     b_flags = tl.load(p_flags + i_group * G + o_head, mask=o_head < G, other=0).to(tl.int32)
+    length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
+    b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
+    key_place, value_place = 0, 0
+    if p_resident_pointers is not None:
+        key_place = tl.load(p_resident_pointers + 2 * i_group)
+        value_place = tl.load(p_resident_pointers + 2 * i_group + 1)
     if tl.max(b_flags, axis=0) == 0:
         return
-    length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     first = i_split * share
     last = tl.minimum(first + share, length)
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
-    attend_split(
-        p_query, p_keys, p_values, p_resident_pointers, None, p_parts, p_lse, s_key_token, s_value_token,
-        i_group, first, last, scaling, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
+    if p_resident_pointers is not None:
+        p_keys, p_values = resolve_pointer(p_keys, key_place), resolve_pointer(p_values, value_place)
+    b_max, b_sum, b_out = attend_tokens(
+        b_query, p_keys, p_values, None, s_key_token, s_value_token, first, last, 0, scaling,
+        BLOCK_G, D, V, BLOCK_V, BLOCK_N,
     )  # fmt: skip
+    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
     if is_last(p_done, i_group):
         merge_group(
-            p_parts, p_lse, p_flags, None, None, None, None, p_out, i_group, splits, scaling, 0.0, G, V, BLOCK_V, 0,
+            p_parts, p_lse, p_flags, None, None, None, None, p_out, i_group, splits, 0, False, scaling, 0.0,
+            G, V, BLOCK_V, BLOCK_Q, BLOCK_P, 1, PARTS, MERGE_STAGES, 0,
         )  # fmt: skip

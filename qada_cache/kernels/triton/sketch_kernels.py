@@ -2,7 +2,7 @@
 
 `../../sketch` says which these are, `kernels.py` the names.
 
-Programs take turns at a bulk's blocks, because selected tokens lie close together: `i_split` has every
+Programs take turns at runs of a bulk's tokens, because selected tokens lie close together: `i_split` has every
 `splits`-th. Where `local_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
 
 With `p_records`, closed segments lie in records (`record_kernels.py`), whose keys follow from the sketch.
@@ -11,20 +11,22 @@ With `p_records`, closed segments lie in records (`record_kernels.py`), whose ke
 import triton
 import triton.language as tl
 
-from .blocks import attend_split, attend_tokens, resolve_pointer, rotate, store_part
+from .blocks import attend_tokens, load_query, resolve_pointer, rotate, store_part
 from .estimate_kernels import score_selected
 from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_closed
 
 
-@triton.jit(do_not_specialize=["record_room", "s_codes", "s_head", "s_segment"])  # they grow with the bulk
+@triton.jit(do_not_specialize=["record_room", "s_codes", "s_head", "s_segment", "sums"])  # they grow with the bulk
 def selected_kernel(
     p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_lengths,
     p_resident_pointers, p_resident_hit_bytes, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums, p_index,
     p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
-    s_codes, s_head, s_segment, room, record_room, scaling, log_threshold, unread_weight,
-    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
+    s_codes, s_head, s_segment, room, record_room, sums, scaling, log_threshold, unread_weight,
+    BLOCK_S: tl.constexpr, RUN: tl.constexpr, SCAN_STAGES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr, TURNED: tl.constexpr,
     BLOCK_R: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
@@ -35,6 +37,7 @@ def selected_kernel(
 
     Their indices are written down first: few are selected, and blocks of them leave no lane without a token. As in
     `bulk_kernel`, computed for all heads of the group. `BLOCK_Q` query heads are what `G` needs outside of products.
+    `BLOCK_S` tokens are looked at together, in runs of `RUN`; `p_sums` is of `sums` splits.
 
     `p_unread` `[query heads, 2, splits]` takes, of the estimates of the split's other tokens, the log of the sum of
     exponentials, and the mean that these weigh. The last program of a group merges its parts.
@@ -44,20 +47,26 @@ def selected_kernel(
     i_group = i_row * tl.num_programs(1) + i_head
     o_head = tl.arange(0, BLOCK_Q)
     m_head = o_head < G
-    b_flags = tl.load(p_flags + i_group * G + o_head, mask=m_head, other=0)
+    o_group = i_group * G + o_head
+    b_flags = tl.load(p_flags + o_group, mask=m_head, other=0)
+    length = tl.load(p_lengths + i_row * s_length).to(tl.int32)  # as indices are: half of the registers
+    bulk_tokens = tl.load(p_tokens + i_group).to(tl.int32)
+    b_buffer = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
+    o_sum = tl.arange(0, BLOCK_E)
+    m_sum = m_head[:, None] & (o_sum < sums)[None, :]
+    p_masses = p_sums + i_group * G * 4 * sums + (o_head[:, None] * 4 * sums + o_sum[None, :])
+    b_masses = tl.load(p_masses, mask=m_sum, other=float("-inf"))
+    b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
+    key_place, value_place = 0, 0
+    if p_resident_pointers is not None:
+        key_place = tl.load(p_resident_pointers + 2 * i_group)
+        value_place = tl.load(p_resident_pointers + 2 * i_group + 1)
     if tl.max(b_flags.to(tl.int32), axis=0) == 0:
         return
-    length, bulk_tokens = tl.load(p_lengths + i_row * s_length), tl.load(p_tokens + i_group)
     closed = count_closed(length, SEGMENT, LAST, MIN_TOKENS)
 
-    o_group = i_group * G + o_head
     b_score_cut = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of selected tokens
     if bulk_tokens > 0:
-        o_split = tl.arange(0, BLOCK_P)
-        b_buffer = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
-        m_split = m_head[:, None] & (o_split < splits)[None, :]
-        p_masses = p_sums + o_group[:, None] * 4 * splits + o_split[None, :]
-        b_masses = tl.load(p_masses, mask=m_split, other=float("-inf"))
         b_highest = tl.maximum(b_buffer, tl.max(b_masses, axis=1))
         b_all = tl.exp(b_buffer - b_highest) + tl.sum(tl.exp(b_masses - b_highest[:, None]), axis=1)
         b_score_cut = b_highest + tl.log(b_all) + log_threshold - tl.log(bulk_tokens.to(tl.float32))
@@ -67,16 +76,19 @@ def selected_kernel(
     b_high = tl.full([BLOCK_Q, BLOCK_S], -1e30, tl.float32)  # of what is not read, lane by lane: below any score
     b_unread = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     b_lift = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
-    for start in range(i_split.to(tl.int64) * BLOCK_S, length, splits * BLOCK_S):
-        o_tokens = start + tl.arange(0, BLOCK_S)
+    o_block = tl.arange(0, BLOCK_S)
+    o_block = (o_block // RUN * splits + i_split) * RUN + o_block % RUN
+    p_scores = p_estimates + i_group * G * room
+    for start in tl.range(0, length, splits * BLOCK_S, num_stages=SCAN_STAGES):
+        o_tokens = start + o_block
         m_tokens = o_tokens < length
         m_selected = b_flags[:, None] & m_tokens[None, :]
         m_read = m_selected & (bulk_tokens > 0)
-        b_scores = tl.load(p_estimates + o_group[:, None] * room + o_tokens[None, :], mask=m_read, other=0.0)
+        b_scores = tl.load(p_scores + (o_head[:, None] * room + o_tokens[None, :]), mask=m_read, other=0.0)
         m_selected = m_selected & (b_scores >= b_score_cut[:, None])  # [BLOCK_Q, BLOCK_S]
         b_selected = tl.max(m_selected.to(tl.int32), axis=0)
         o_index = selected + tl.cumsum(b_selected, axis=0) - 1
-        tl.store(p_index + o_index, o_tokens.to(tl.int32), mask=b_selected == 1)
+        tl.store(p_index + o_index, o_tokens, mask=b_selected == 1)
         selected += tl.sum(b_selected, axis=0)
         recorded += tl.sum(tl.where(o_tokens < closed, b_selected, 0), axis=0)
         b_left = tl.where(m_read & (b_selected == 0)[None, :], b_scores, float("-inf"))
@@ -96,7 +108,7 @@ def selected_kernel(
     if p_bulk_read_bytes is not None:
         p_stored_read_bytes = p_bulk_read_bytes
         if p_resident_pointers is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
-            if tl.load(p_resident_pointers + 2 * i_group) != 0:
+            if key_place != 0:
                 p_stored_read_bytes = p_resident_hit_bytes
         if p_records is None:
             tl.atomic_add(p_stored_read_bytes, tl.cast(selected, tl.int64) * TOKEN_BYTES, sem="relaxed")
@@ -107,15 +119,14 @@ def selected_kernel(
     p_keys += i_row * s_key_row + i_head * s_key_head
     p_values += i_row * s_value_row + i_head * s_value_head
     if p_records is None:
-        attend_split(
-            p_query, p_keys, p_values, p_resident_pointers, p_index, p_parts, p_lse, s_key_token, s_value_token,
-            i_group, 0, selected, scaling, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
-        )  # fmt: skip
-    else:
-        b_max, b_sum, b_out = attend_tokens(
-            p_query, p_keys, p_values, p_index, s_key_token, s_value_token, i_group, recorded, selected, closed,
-            scaling, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
-        )  # fmt: skip
+        recorded, closed = 0, 0
+        if p_resident_pointers is not None:
+            p_keys, p_values = resolve_pointer(p_keys, key_place), resolve_pointer(p_values, value_place)
+    b_max, b_sum, b_out = attend_tokens(
+        b_query, p_keys, p_values, p_index, s_key_token, s_value_token, recorded, selected, closed, scaling,
+        BLOCK_G, D, V, BLOCK_V, BLOCK_N,
+    )  # fmt: skip
+    if p_records is not None:
         if recorded < selected:
             b_out = rotate(b_out, TURNED)
         if recorded > 0:
@@ -126,14 +137,15 @@ def selected_kernel(
             tl.debug_barrier()  # likewise
             p_records += i_group * record_room * RECORD
             if p_resident_pointers is not None:
-                p_records = resolve_pointer(p_records, p_resident_pointers + 2 * i_group)
+                p_records = resolve_pointer(p_records, key_place)
             b_max, b_sum, b_out = attend_records(
                 b_max, b_sum, b_out, p_turned, p_records, p_index, p_estimates, p_flags, i_group, room, recorded,
                 KEY_BITS, VALUE_BITS, RECORD, UNIT, TERMS, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_R,
             )  # fmt: skip
-        store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
+    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
     if is_last(p_done, i_group):
         merge_group(
-            p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, splits, scaling, unread_weight,
-            G, V, BLOCK_V, TURNED,
+            p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, splits, sums,
+            bulk_tokens > 0, scaling, unread_weight, G, V, BLOCK_V, BLOCK_Q, BLOCK_P, BLOCK_E, PARTS, MERGE_STAGES,
+            TURNED,
         )  # fmt: skip
