@@ -215,24 +215,27 @@ def test_offloaded_device_bytes_do_not_grow(token_threshold: float, device: str,
     assert long_host > 10 * short_host
 
 
+def count_allocated(tokens: int, token_threshold: float, kernels: str) -> int:
+    """Bytes that a cache of so many tokens has of the device, without its sketch."""
+    cache, pairs = small_cache(offloading=True, token_threshold=token_threshold, kernels=kernels)
+    inputs = Inputs(device="cuda")
+    gc.collect()  # what earlier tests left would be freed in between
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    for pair in pairs:
+        pair.driver(*inputs(tokens, 1), None, scaling=0.25)
+        pair.driver(*inputs(1, 1), None, scaling=0.25)
+    torch.cuda.synchronize()
+    allocated, sketches = torch.cuda.memory_allocated() - before, [pair.layer.store.sketch for pair in pairs]
+    assert allocated >= cache.stats().device_bytes
+    assert all(layer.store.bulk.keys.is_pinned() for layer in cache.layers)
+    return allocated - sum(sketch.nbytes for sketch in sketches if token_threshold)
+
+
 @on_gpu
 @pytest.mark.parametrize(("token_threshold", "kernels"), [(0.0, "auto"), (1.0, "torch")])
 def test_real_device_memory_does_not_grow(token_threshold: float, kernels: str) -> None:
     """What the allocator holds after prefill: the same for ten times the tokens, but for the sketch, and for what parts
     of a bulk leave each other where a fused kernel reads them. On the device the tokens would take 9 MB."""
-    held = []
-    for tokens in (200, 2_000, 20_000):
-        cache, pairs = small_cache(offloading=True, token_threshold=token_threshold, kernels=kernels)
-        inputs = Inputs(device="cuda")
-        gc.collect()  # what earlier tests left would be freed in between
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        for pair in pairs:
-            pair.driver(*inputs(tokens, 1), None, scaling=0.25)
-            pair.driver(*inputs(1, 1), None, scaling=0.25)
-        torch.cuda.synchronize()
-        allocated, sketches = torch.cuda.memory_allocated() - before, [pair.layer.store.sketch for pair in pairs]
-        assert allocated >= cache.stats().device_bytes
-        assert all(layer.store.bulk.keys.is_pinned() for layer in cache.layers)
-        held.append(allocated - sum(sketch.nbytes for sketch in sketches if token_threshold))
+    held = [count_allocated(tokens, token_threshold, kernels) for tokens in (200, 2_000, 20_000)]
     assert held[2] <= held[1] + 2**17  # the first call of all leaves libraries' own memory
