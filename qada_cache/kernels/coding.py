@@ -60,12 +60,15 @@ def find_coding_fault(
 ) -> str | None:
     """The fault of a coder on this device, as of `reference.find_fault`, by two segments of made-up tokens. Other
     arguments are as for `choose_coder`."""
-    made, tokens = torch.Generator("cpu").manual_seed(0), SEGMENT_TOKENS + LAST_TOKENS + 5
+    made, tokens = torch.Generator("cpu").manual_seed(0), SEGMENT_TOKENS + LAST_TOKENS + 5  # two segments
     keys, spread = (
         torch.randn(*shape, layout.dim, generator=made, dtype=torch.float32, device="cpu")
         for shape in ((ROWS, HEADS, tokens), (2, ROWS, HEADS, 1))
     )
-    keys = (keys * (2 * spread[0]).exp() + 3 * spread[1]).to(dtype)
+    # Means of segments lie on numbers of bfloat16: halfway between two, sums in another order give another centre.
+    parts = [part - part.mean(dim=-2, keepdim=True) for part in keys.split(SEGMENT_TOKENS, dim=-2)]
+    keys = torch.cat(parts, dim=-2) * (2 * spread[0]).exp() + (3 * spread[1]).bfloat16()
+    keys = keys.to(dtype)
     energies = None if plain else (2 * spread[1, 0, :, 0]).exp()
     covariance = torch.matmul(spread[0].mT, spread[1])[:, :, :VALUE_DIM]
     records, weights = RecordLayout(layout.dim, VALUE_DIM, 5, 6), spread[0, 0, :, 0].exp()

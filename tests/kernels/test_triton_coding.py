@@ -35,10 +35,17 @@ def small_segments() -> Iterator[None]:
 
 
 def make_keys(tokens: int, dim: int, dtype: torch.dtype, rows: int = 1) -> tuple[Tensor, Tensor]:
-    """Keys `[rows, HEADS, tokens, dim]` whose channels differ as a model's do, and query energies."""
+    """Keys `[rows, HEADS, tokens, dim]` whose channels differ as a model's do, and query energies. Means of segments
+    lie on numbers of bfloat16: halfway between two, sums in another order give another centre."""
     made = torch.Generator().manual_seed(dim + tokens)
     spread, middle = torch.randn(2, 1, HEADS, 1, dim, generator=made)
-    keys = torch.randn(rows, HEADS, tokens, dim, generator=made) * spread.exp() + 3 * middle
+    keys = torch.randn(rows, HEADS, tokens, dim, generator=made)
+    for segment in range(count_segments(tokens)):
+        own = keys[
+            :, :, segment * SEGMENT : (segment + 1) * SEGMENT if segment < count_segments(tokens) - 1 else tokens
+        ]
+        own -= own.mean(dim=-2, keepdim=True)
+    keys = keys * spread.exp() + (3 * middle).bfloat16()
     return keys.to(dtype), (2 * torch.randn(HEADS, dim, generator=made)).exp()
 
 
