@@ -10,14 +10,14 @@ from transformers.utils import logging
 
 from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, Layout
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
-from ..sketch.coded import RecordLayout, code_tokens, estimate_keys
+from ..sketch.coded import RUNGS, RecordLayout, code_tokens, estimate_keys
 from .choice import AUTO_DEVICES, explain_unsupported, resolve_kernels
 from .reference import find_fault
 
 logger = logging.get_logger(__name__)
 
 ALIKE = 0.99  # of codes, scales and orders, at least: sums in another order round some to a neighbour
-ROWS, HEADS, VALUE_DIM = 2, 2, 8  # of a trial
+ROWS, HEADS = 2, 2  # of a trial
 
 
 class Coder(NamedTuple):
@@ -29,18 +29,20 @@ class Coder(NamedTuple):
     record: Callable[[Sketch, slice, int, Tensor, Tensor, Tensor, RecordLayout], Tensor]
 
 
-def choose_coder(device: torch.device, dtype: torch.dtype, layout: Layout, *, plain: bool) -> Coder | None:
-    """What codes keys of `dtype`, `plain` without query energies; None: torch is to code them.
+def choose_coder(
+    device: torch.device, dtype: torch.dtype, layout: Layout, value_dim: int, *, plain: bool
+) -> Coder | None:
+    """What codes keys of `dtype` beside values of `value_dim`, `plain` without query energies; None: torch is to.
 
     The trial, which a process makes once for each kind, waits for the device.
     """
     if resolve_kernels(None) == "torch" or device.type not in AUTO_DEVICES:
         return None
-    return _find_coder(device, dtype, layout, plain)
+    return _find_coder(device, dtype, layout, value_dim, plain)
 
 
 @functools.cache
-def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, plain: bool) -> Coder | None:
+def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, value_dim: int, plain: bool) -> Coder | None:
     like = torch.empty(1, 1, 1, layout.dim, dtype=dtype, device=device)
     if explain_unsupported(like, like, like, None) is not None:
         return None  # decoding tokens needs the same, and warns of it
@@ -49,40 +51,46 @@ def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, plain:
     from .triton.recording import code_records
 
     coder = Coder(code_segments, derive, code_records)
-    if (fault := find_coding_fault(coder, device, dtype, layout, plain)) is None:
+    if (fault := find_coding_fault(coder, device, dtype, layout, value_dim, plain)) is None:
         return coder
     logger.warning_once(f"keys are coded on {device} by torch's operations, not by Triton's kernels: {fault}")
     return None
 
 
 def find_coding_fault(
-    coder: Coder, device: torch.device, dtype: torch.dtype, layout: Layout, plain: bool
+    coder: Coder, device: torch.device, dtype: torch.dtype, layout: Layout, value_dim: int, plain: bool
 ) -> str | None:
     """The fault of a coder on this device, as of `reference.find_fault`, by two segments of made-up tokens. Other
     arguments are as for `choose_coder`."""
-    made, tokens = torch.Generator("cpu").manual_seed(0), SEGMENT_TOKENS + LAST_TOKENS + 5
+    made, tokens = torch.Generator("cpu").manual_seed(0), SEGMENT_TOKENS + LAST_TOKENS + 5  # two segments
     keys, spread = (
         torch.randn(*shape, layout.dim, generator=made, dtype=torch.float32, device="cpu")
         for shape in ((ROWS, HEADS, tokens), (2, ROWS, HEADS, 1))
     )
-    keys = (keys * (2 * spread[0]).exp() + 3 * spread[1]).to(dtype)
+    # Means of segments lie on numbers of bfloat16: halfway between two, sums in another order give another centre.
+    parts = [part - part.mean(dim=-2, keepdim=True) for part in keys.split(SEGMENT_TOKENS, dim=-2)]
+    keys = torch.cat(parts, dim=-2) * (2 * spread[0]).exp() + (3 * spread[1]).bfloat16()
+    keys = keys.to(dtype)
     energies = None if plain else (2 * spread[1, 0, :, 0]).exp()
-    covariance = torch.matmul(spread[0].mT, spread[1])[:, :, :VALUE_DIM]
-    records, weights = RecordLayout(layout.dim, VALUE_DIM, 5, 6), spread[0, 0, :, 0].exp()
-    closed, values = keys[:, :, :SEGMENT_TOKENS], keys[:, :, :SEGMENT_TOKENS, :VALUE_DIM]
+    covariance = torch.randn(ROWS, HEADS, value_dim, layout.dim, generator=made, dtype=torch.float32, device="cpu")
+    values = torch.randn(ROWS, HEADS, SEGMENT_TOKENS, value_dim, generator=made, dtype=torch.float32, device="cpu")
+    values, weights = values.to(dtype), spread[0, 0, :, 0].exp()
+    records = RecordLayout(layout.dim, value_dim, *RUNGS[8])
     expected = quantize_segments(keys, None if energies is None else energies.expand(ROWS, -1, -1), layout)
     expected |= average_channels(expected, layout, tokens) | round_slopes(covariance)
-    predicted = estimate_keys(expected, layout)[:, :, :SEGMENT_TOKENS]
-    expected["records"] = code_tokens(closed, values, predicted, weights, records)
+    if has_records := RecordLayout.serves(layout.dim, value_dim):
+        closed, predicted = (part[:, :, :SEGMENT_TOKENS] for part in (keys, estimate_keys(expected, layout)))
+        expected["records"] = code_tokens(closed, values, predicted, weights, records)
 
     def compute() -> tuple[Tensor, ...]:
-        fields = list_fields(layout.dim, covariance.shape[2], layout.count, tokens).items()
+        fields = list_fields(layout.dim, value_dim, layout.count, tokens).items()
         there = {name: torch.zeros(ROWS, HEADS, *shape, dtype=kind, device=device) for name, (kind, shape) in fields}
         sketch, rows = Sketch(**there), slice(0, ROWS)
         coder.code(sketch, rows, 0, keys.to(device), None if energies is None else energies.to(device))
-        coder.derive(sketch, rows, tokens, covariance.to(device).contiguous())
-        told = closed.to(device), values.to(device), weights.to(device), records
-        there["records"] = coder.record(sketch, rows, 0, *told)
+        coder.derive(sketch, rows, tokens, covariance.to(device))
+        if has_records:
+            told = closed.to(device), values.to(device), weights.to(device), records
+            there["records"] = coder.record(sketch, rows, 0, *told)
         return _reduce_to_compared({name: there[name].cpu() for name in expected}, expected)
 
     return find_fault(compute, _reduce_to_compared(expected, expected))

@@ -72,8 +72,8 @@ class RunningMoments:
     def clear(self, rows: slice) -> None:
         """Forget everything about these rows."""
         self.count[rows] = [0] * len(self.count[rows])
-        self.mean[rows] = 0.0
-        self.covariance[rows] = 0.0
+        self.mean[rows].zero_()
+        self.covariance[rows].zero_()
 
     def select_rows(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""

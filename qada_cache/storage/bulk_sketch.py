@@ -76,7 +76,8 @@ class BulkSketch:
 
     def find_coder(self) -> Coder | None:
         """What codes its tokens, if not torch."""
-        return choose_coder(self.mean_key.device, self.dtype, self.layout, plain=self.energies is None)
+        value_dim, device = self.covariance.shape[2], self.covariance.device
+        return choose_coder(device, self.dtype, self.layout, value_dim, plain=self.energies is None)
 
     def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,
