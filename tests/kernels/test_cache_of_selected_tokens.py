@@ -49,10 +49,8 @@ def model() -> PreTrainedModel:
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens have a sketch, and are split; it may be rough, as this model's scores lie far apart."""
     monkeypatch.setattr(selection, "UNRELIABLE", 20.0)
-    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 20)
-    monkeypatch.setattr(triton_decode, "SELECTED_TOKENS", 20)
-    monkeypatch.setattr(triton_decode, "SCAN_RUN", 4)
-    monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
+    for name, value in {"SPLIT_TOKENS": 20, "SELECTED_TOKENS": 20, "SCAN_TOKENS": 16, "SCAN_RUN": 4}.items():
+        monkeypatch.setattr(triton_decode, name, value)
     with small_sketch(32):
         yield
 

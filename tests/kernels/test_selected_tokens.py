@@ -25,12 +25,11 @@ BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rows of few tokens have a sketch, and are split."""
+    """Rows of few tokens have a sketch, and are split; four query heads of a group are merged at once."""
     monkeypatch.setattr(cpu, "THREAD_TOKENS", 50)
-    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
-    monkeypatch.setattr(triton_decode, "SELECTED_TOKENS", 100)
-    monkeypatch.setattr(triton_decode, "SCAN_RUN", 4)
-    monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
+    small = {"SPLIT_TOKENS": 100, "SELECTED_TOKENS": 100, "SCAN_TOKENS": 16, "SCAN_RUN": 4, "PART_BYTES": 2048}
+    for name, value in small.items():
+        monkeypatch.setattr(triton_decode, name, value)
     with small_sketch(40):
         yield
 

@@ -41,10 +41,8 @@ Path = tuple[Callable[[Query, Rows, Operands], tuple[Tensor, Tensor]], str]
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
-    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 100)
-    monkeypatch.setattr(triton_decode, "SELECTED_TOKENS", 100)
-    monkeypatch.setattr(triton_decode, "SCAN_RUN", 4)
-    monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 16)
+    for name, value in {"SPLIT_TOKENS": 100, "SELECTED_TOKENS": 100, "SCAN_TOKENS": 16, "SCAN_RUN": 4}.items():
+        monkeypatch.setattr(triton_decode, name, value)
     monkeypatch.setattr(cpu, "THREAD_TOKENS", 100)
     with small_sketch(40):
         yield
@@ -173,10 +171,9 @@ def test_splits_do_not_matter(path: Path, bits: int, monkeypatch: pytest.MonkeyP
     scene, outputs = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(), bits=bits), []
     threshold = scene.threshold()
     for tokens, most in ((1000, 128), (16, 128), (50, 128), (1, 7)):
-        for of in ("SPLIT_TOKENS", "SELECTED_TOKENS"):
-            monkeypatch.setattr(triton_decode, of, tokens)
-        for of in ("MAX_SPLITS", "SELECTED_SPLITS"):
-            monkeypatch.setattr(triton_decode, of, most)
+        names = "SPLIT_TOKENS", "SELECTED_TOKENS", "MAX_SPLITS", "SELECTED_SPLITS"
+        for name, value in zip(names, (tokens, tokens, most, most), strict=True):
+            monkeypatch.setattr(triton_decode, name, value)
         outputs.append(run(path, scene, threshold=threshold)[0])
     for out in outputs[1:]:
         torch.testing.assert_close(out, outputs[0], rtol=1e-5, atol=1e-6)

@@ -25,10 +25,8 @@ BULK = [(777, 5), (39, 1), (1153, 0)]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, and are split."""
-    monkeypatch.setattr(triton_decode, "SPLIT_TOKENS", 400)
-    monkeypatch.setattr(triton_decode, "SELECTED_TOKENS", 400)
-    monkeypatch.setattr(triton_decode, "SCAN_RUN", 4)
-    monkeypatch.setattr(triton_decode, "SCAN_TOKENS", 64)
+    for name, value in {"SPLIT_TOKENS": 400, "SELECTED_TOKENS": 400, "SCAN_TOKENS": 64, "SCAN_RUN": 4}.items():
+        monkeypatch.setattr(triton_decode, name, value)
     with small_sketch(40):
         yield
 

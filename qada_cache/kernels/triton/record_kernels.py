@@ -1,7 +1,7 @@
 """What the Triton kernels do with records, `../../sketch/coded.py`; names as in `kernels.py`.
 
 A score is what the sketch's codes say of it and a product with what they leave, both of queries rounded twice, 16 bits
-in all. Values are summed as they are rotated: `merge_kernel` turns the sum back.
+in all. Values are summed as they are rotated: `merge_heads` turns the sum back.
 """
 
 import triton
