@@ -34,7 +34,7 @@ from .sketch_kernels import selected_kernel
 # compiled anew when the bulk grows. Estimates have as many splits.
 SPLIT_TOKENS, MAX_SPLITS = 256, 128
 # Where tokens are selected, few of a split are read: to begin and to end take most of a program's time.
-SELECTED_TOKENS, SELECTED_SPLITS = 512, 64
+SELECTED_TOKENS, SELECTED_SPLITS = 1024, 32  # of sizes tried on an H200, the fastest
 SCAN_TOKENS = 256  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 1024  # of so many estimates at most: with more, registers spill
 SCAN_RUN = 32  # tokens of a scan that lie side by side; a power of two
@@ -87,12 +87,7 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": layout.size, "UNIT": unit}
     warps = _count_warps(sizes)
     found |= {"TERMS": TERMS[dtype], "num_warps": warps, "maxnreg": RECORD_REGISTERS[warps]}
-    if (
-        many
-        or TERMS[dtype] > 1
-        or layout.dim < sizes["BLOCK_D"]
-        or (layout.key_bits > 4 and (warps > 4 or sizes["G"] == 1))
-    ):
+    if many or TERMS[dtype] > 1 or layout.dim < sizes["BLOCK_D"] or layout.key_bits > 4:
         found["maxnreg"] = MOST_REGISTERS
     return found | {"BLOCK_R": max(16, min(32, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
 
@@ -117,8 +112,8 @@ def _find_near_sizes(sketched: bool, dtype: torch.dtype, sizes: dict[str, int]) 
     """The tokens of the near buffer that `local_kernel` reads at once, and the registers that it takes."""
     few, block = dtype.itemsize == 2 and sizes["BLOCK_G"] <= 16, sizes["BLOCK_N"]
     if sketched:
-        registers = NEAR_REGISTERS if few and sizes["D"] == sizes["BLOCK_D"] else MOST_REGISTERS  # masks take some
-        return {"BLOCK_N": min(NEAR_TOKENS, block), "maxnreg": registers}
+        tight = few and sizes["G"] > 1 and sizes["D"] == sizes["BLOCK_D"]  # masks take some
+        return {"BLOCK_N": min(NEAR_TOKENS, block), "maxnreg": NEAR_REGISTERS if tight else MOST_REGISTERS}
     return {"BLOCK_N": _find_block(sizes, NEAR_BYTES // dtype.itemsize) if few else block, "maxnreg": MOST_REGISTERS}
 
 
