@@ -28,8 +28,10 @@ class GraphedStaticCache(StaticCache):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._graph.capture_begin(capture_error_mode="thread_local")
-                self._logits = model(input_ids=self._ids, **pass_cache(self)).logits
-                self._graph.capture_end()
+                try:
+                    self._logits = model(input_ids=self._ids, **pass_cache(self)).logits
+                finally:
+                    self._graph.capture_end()
             torch.cuda.current_stream().wait_stream(stream)
         self._ids.copy_(ids)
         self._graph.replay()

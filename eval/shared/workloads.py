@@ -232,13 +232,15 @@ def find_token_threshold(work: Work, share: float) -> float:
     Random keys have no tokens that matter, so that no threshold means anything beside the share it gives.
     """
     low, high = math.log(1e-3), math.log(1e3)
-    cache = fill(QAdACache(work.model, criterion=flag_heads(work, 1.0), token_threshold=1.0), work)
+    told = {"criterion": flag_heads(work, 1.0), "offloading": False}  # copies of pinned memory would take long
+    cache = fill(QAdACache(work.model, token_threshold=1.0, **told), work)
     for _ in range(12):
         middle = (low + high) / 2
         probe = cache.fork(token_threshold=math.exp(middle))
         work.model(input_ids=work.inputs[:, :1], **pass_cache(probe))
         stats = probe.stats()
         low, high = (middle, high) if stats.bulk_read_bytes > share * stats.dense_bulk_bytes else (low, middle)
+        del probe
     return math.exp((low + high) / 2)
 
 
