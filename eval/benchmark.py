@@ -76,7 +76,7 @@ def draw(table: Path) -> None:
             for row in rows
             if (int(row["batch"]), int(row["tokens"])) == (batch, tokens)
         }
-        plain = {name: ms for name, ms in times.items() if name.startswith(PREFIX) and "bits" not in name}
+        plain = {name: ms for name, ms in times.items() if name.startswith(PREFIX) and "," not in name}
         forced = sorted((float(name[len(PREFIX) :]), ms) for name, ms in plain.items())
         if forced:
             axes.plot(*zip(*forced, strict=True), "o-", color="C0", label="QAdACache, share forced")

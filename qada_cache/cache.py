@@ -87,11 +87,10 @@ class QAdACache(WatchedCache):
             turn, and records the missed attention in `stats().audit`. Outputs stay the same.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
         progress: show a bar with the time left while a prompt of more than a few seconds is read.
-        cuda_graph: on a GPU, replay decode steps of a model of full-attention layers as one CUDA graph, which spares
-            the host most of its work. Adapters and hooks must stay as they are, and hooks in Python do not run in
-            replays. Steps that no graph can hold compute as ever.
-        tuned: take both thresholds, neither of which is given then, and if None `prefill_threshold` and few
-            `bulk_bits`, as `qada tune` kept them. Without any, or under other options, defaults count, with a warning.
+        cuda_graph: whether decode steps on a GPU are replays of one CUDA graph, where they can be. None: if the decoder
+            has no hooks and no adapters. With True these must stay as they are, and hooks do not run in replays.
+        tuned: take both thresholds, neither given then, and if None `prefill_threshold` and few `bulk_bits`, as `qada
+            tune` kept them. Without any, or under other options, defaults count, with a warning.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: an argument of the wrong type or outside its range, moments that
@@ -122,7 +121,7 @@ class QAdACache(WatchedCache):
         audit_every: int = 0,
         kernels: str | None = None,
         progress: bool = False,
-        cuda_graph: bool = False,
+        cuda_graph: bool | None = None,
         tuned: bool = False,
     ) -> None:
         given = locals()
@@ -259,9 +258,8 @@ class QAdACache(WatchedCache):
         return collect(self, self._shared.model.shard if gather else UNSHARDED)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused.
-
-        The file names its model by config, and by a sample of the weights if the cache was built with the model.
+        """Write the whole state to one safetensors file, so that a long prompt is prefilled once and reused. The file
+        names its model by config, and by a sample of the weights if the cache was built with the model.
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.

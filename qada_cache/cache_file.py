@@ -21,7 +21,7 @@ from .storage import transfers
 
 KIND = "qada-cache"
 # Tables and moments are tensors; the process that loads a file chooses its kernels.
-_OPTIONS = tuple(name for name in DECIDING + LAID_OUT if name not in ("criterion", "moments", "kernels"))
+_OPTIONS = tuple(name for name in DECIDING + LAID_OUT if name not in ("criterion", "moments", "kernels", "cuda_graph"))
 _MAPPED = (*BULK, RECORDS)  # how names of tensors end that are used in the file itself
 _IDENTITY = (
     *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),

@@ -255,7 +255,7 @@ def list_methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
     model, config = work.model, work.model.config
     room = work.tokens + work.inputs.shape[1] + 8
     accelerated = model.device.type != "cpu"
-    ours = functools.partial(QAdACache, model, token_threshold=0.0)  # heads are read whole
+    ours = functools.partial(QAdACache, model, token_threshold=0.0, cuda_graph=False)  # heads are read whole
     made: dict[str, Callable[[], Cache]] = {
         "DynamicCache": lambda: DynamicCache(config=config),
         "StaticCache": lambda: StaticCache(config=config, max_cache_len=room),
@@ -274,7 +274,7 @@ def list_methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
         if accelerated:
             made[f"QAdACache resident f={fraction:g}"] = functools.partial(forced, offloading=False)
             made[f"QAdACache budget f={fraction:g}"] = functools.partial(forced, device_budget=0.15)
-    every = functools.partial(QAdACache, model, criterion=flag_heads(work, 1.0))
+    every = functools.partial(QAdACache, model, criterion=flag_heads(work, 1.0), cuda_graph=False)
     made[TOKENS] = functools.partial(every, token_threshold=theta, bulk_bits=16)
     for bits in (8, 4):
         made[f"QAdACache f=1, {bits} bits"] = functools.partial(every, token_threshold=0.0, bulk_bits=bits)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..models.decoder_forward import find_cache, put_before
+from ..models import decoder_forward
+from ..models.sharding import UNSHARDED
 from ..state import ManagedModel, Options
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
@@ -30,24 +31,43 @@ Compute = Callable[..., Any]
 
 
 def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
-    """That of a cache with these options, asked for by the decoder's forward from now on; None without
-    `cuda_graph`. Raises as `put_before`."""
-    if not options.cuda_graph:
+    """That of a cache with these options, asked for by the decoder's forward function from now on; None without.
+    ValueError or NotImplementedError, if one is asked for that cannot be."""
+    asked, model = options.cuda_graph, managed.get()
+    if asked is False:
         return None
-    put_before(managed.get())
-    return DecodeGraph()
+    why = ""
+    if model is None:
+        why = "needs the model: QAdACache(model, cuda_graph=True)"
+    elif decoder_forward.is_taken(model):
+        why = (
+            "cannot go before the forward function that another library gave this model (accelerate's device_map "
+            "does): load it on one device without, or build the cache without cuda_graph"
+        )
+    elif managed.shard is not UNSHARDED:
+        why = "holds no steps of a model that processes share: build the cache without cuda_graph"
+    elif not asked and model.device.type not in GRAPHS:
+        why = "is for GPUs"
+    if model is not None and not why:
+        decoder_forward.put_before(model)
+        return DecodeGraph(asked=bool(asked))
+    if asked:
+        raise (ValueError if model is None else NotImplementedError)(f"cuda_graph=True {why}")
+    return None
 
 
 class DecodeGraph:
     """The graph of one cache's decode steps, if they have one. A copy begins without."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, asked: bool) -> None:
+        """`asked`: by the user, who then knows that hooks do not run and adapters do not change in replays."""
+        self.asked = asked
         self.failed = ""  # why none is captured any more
         self._compared = False  # whether a replay gave what was computed
         self.forget()
 
     def __deepcopy__(self, memo: dict) -> "DecodeGraph":
-        return DecodeGraph()
+        return DecodeGraph(asked=self.asked)
 
     def forget(self) -> None:
         """Drop the graph and its memory."""
@@ -57,6 +77,7 @@ class DecodeGraph:
         self._facts: Any = None  # what a graph depends on beside shapes
         self._weights: list[Tensor] = []
         self._addresses: list[int] = []
+        self._hooks: list[Any] = []  # of the decoder's modules
 
     def run(self, layers: list[Any], decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
         """What `compute(**kwargs)`, the decoder's own forward, returns."""
@@ -64,7 +85,7 @@ class DecodeGraph:
         if step is None:
             return compute(**kwargs)
         facts = step.bound, step.numbers["row_moment_lengths"]
-        moved = [weight.data_ptr() for weight in self._weights] != self._addresses
+        moved = [weight.data_ptr() for weight in self._weights] != self._addresses or any(self._hooks)
         if self._places is None or not self._places.fits(step) or facts != self._facts or moved:
             self.forget()
             if not step.bound:  # which shows in the first step
@@ -87,7 +108,7 @@ class DecodeGraph:
         step.advance()
         step.shared.progress.changing = ""
         kind, hidden = self._result
-        return kind(last_hidden_state=hidden.clone(), **{CACHE: find_cache(kwargs)})
+        return kind(last_hidden_state=hidden.clone(), **{CACHE: decoder_forward.find_cache(kwargs)})
 
     def _tell(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the decoder is told by a graph."""
@@ -97,6 +118,11 @@ class DecodeGraph:
     def _capture(self, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step) -> bool:
         """Whether the graph is there, and everything the host knows is as it was before."""
         assert self._places is not None
+        modules = list(decoder.modules())
+        hooks = [each for module in modules for each in (module._forward_hooks, module._forward_pre_hooks)]
+        if not self.asked and (any(hooks) or any(hasattr(module, "base_layer") for module in modules)):
+            self._fail("its modules have hooks or adapters: cuda_graph=True has one if these stay as they are")
+            return False
         counters = [layer.counters for layer in step.layers]
         sums = self._make_sums(step)
         for each, own in zip(counters, sums, strict=True):
@@ -122,6 +148,7 @@ class DecodeGraph:
         finally:
             kept.restore()
         self._graph, self._result = graph, (type(result), result.last_hidden_state)
+        self._hooks = [] if self.asked else hooks
         self._weights = list(decoder.parameters())
         self._addresses = [weight.data_ptr() for weight in self._weights]
         return True
@@ -147,7 +174,8 @@ class DecodeGraph:
     def _fail(self, why: str) -> None:
         self.forget()
         self.failed = why
-        logger.warning_once(f"cuda_graph=True: decode steps of this model are computed without a graph ({why})")
+        tell = logger.warning_once if self.asked else logger.info
+        tell(f"decode steps of this model are computed without a CUDA graph ({why})")
 
     def _make_sums(self, step: Step) -> list[tuple[Tensor, Tensor]]:
         """Zeros that a graph adds decisions to, layer by layer, as `Counters.count_replays` takes them."""

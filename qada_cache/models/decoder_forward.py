@@ -1,48 +1,61 @@
-"""The forward function of a model's decoder, with one before it that a cache may have compute a step."""
+"""The forward function of a model's decoder, with one before it that a cache may have compute a step.
+
+It goes before by the decoder's class: copies and pickles of a model have the class that it came with.
+"""
 
 import functools
-import weakref
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..versions import CACHE_NAMES
 
 
-def put_before(model: PreTrainedModel | None) -> None:
+def is_taken(model: PreTrainedModel) -> bool:
+    """Whether another library has put a function before the decoder's forward, as accelerate does."""
+    return "forward" in vars(model.get_decoder())
+
+
+def put_before(model: PreTrainedModel) -> None:
     """Have the decoder of `model` ask the `decode_graph` of a cache that has one: its `run` gets the cache's layers,
-    the decoder, its own forward function and the keywords. ValueError without a model, NotImplementedError if another
-    library has put a function there."""
-    if model is None:
-        raise ValueError("cuda_graph=True needs the model: QAdACache(model, cuda_graph=True)")
+    the decoder, its own forward function and the keywords."""
     decoder = model.get_decoder()
-    if (known := vars(decoder).get("forward")) is not None:
-        if hasattr(known, "_qada_graph"):
-            return
-        raise NotImplementedError(
-            "cuda_graph=True cannot go before the forward function that another library gave this model (accelerate's "
-            "device_map does): load it on one device without, or build the cache without cuda_graph"
-        )
-    own, reference = type(decoder).forward, weakref.ref(decoder)
-
-    @functools.wraps(own)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        decoder, cache = reference(), find_cache(kwargs)
-        if args or (graph := getattr(cache, "decode_graph", None)) is None:
-            return own(decoder, *args, **kwargs)
-        return graph.run(cache.layers, decoder, functools.partial(own, decoder), kwargs)
-
-    forward._qada_graph = True  # type: ignore[attr-defined]
-    decoder.forward = forward
+    if not hasattr(type(decoder), "_qada_own"):
+        decoder.__class__ = _find_class(type(decoder))  # type: ignore[arg-type]  # a class is hashable
 
 
 def take_away(model: PreTrainedModel) -> None:
     """Undo `put_before`."""
     decoder = model.get_decoder()
-    if hasattr(vars(decoder).get("forward"), "_qada_graph"):
-        del decoder.forward
+    decoder.__class__ = getattr(type(decoder), "_qada_own", type(decoder))
 
 
 def find_cache(kwargs: dict[str, Any]) -> Any:
     """The cache that a decoder is given by its keywords; None without one."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def _make_new(own: Any, *given: Any) -> Any:
+    return own.__new__(own, *given)
+
+
+@functools.cache
+def _find_class(own: Any) -> Any:
+    """As `own`, by the same name, but for its forward function."""
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = find_cache(kwargs)
+        if args or torch.compiler.is_compiling() or (graph := getattr(cache, "decode_graph", None)) is None:
+            return own.forward(self, *args, **kwargs)
+        return graph.run(cache.layers, self, functools.partial(own.forward, self), kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        _, given, *rest = own.__reduce_ex__(
+            self, max(protocol, 2)
+        )  # by `copyreg.__newobj__`, which takes no other class
+        return _make_new, (own, *given[1:]), *rest
+
+    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (own,), named | {"forward": forward, "__reduce_ex__": reduce, "_qada_own": own})

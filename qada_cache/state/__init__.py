@@ -64,7 +64,7 @@ class Options:
     device_budget: int | float | str = field(default=0, metadata=_describe_keyword(laid_out=True, outputs=False))
     kernels: str = field(default="auto", metadata=_describe_keyword(outputs=False))
     progress: bool = field(default=False, metadata=_describe_keyword(_FLAG, outputs=False))
-    cuda_graph: bool = field(default=False, metadata=_describe_keyword(_FLAG, outputs=False))
+    cuda_graph: bool | None = field(default=None, metadata=_describe_keyword(outputs=False))
     token_threshold: float = field(default=TOKEN_THRESHOLD, metadata=_describe_keyword(_FINITE))
     sketch_bits: float = field(default=SKETCH_BITS, metadata=_describe_keyword(_BITS))
     bulk_bits: int = field(default=BULK_BITS, metadata=_describe_keyword(laid_out=True))
@@ -96,6 +96,8 @@ class Options:
             raise ValueError(f"unknown criterion {self.criterion!r}: use one of {', '.join(CRITERIA)}, or StaticHeads")
         if self.group_rule not in GROUP_RULES:
             raise ValueError(f"unknown group_rule {self.group_rule!r}: use one of {', '.join(GROUP_RULES)}")
+        if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
+            raise TypeError(f"cuda_graph must be a bool or None, got {type(self.cuda_graph).__name__}")
         if type(self.bulk_bits) is not int:
             raise TypeError(f"bulk_bits must be an int, got {type(self.bulk_bits).__name__}")
         if self.bulk_bits not in (BULK_BITS, *RUNGS):

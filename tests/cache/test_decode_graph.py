@@ -5,6 +5,8 @@ On a CPU a recorder stands in for the graph (`recorded_graph.py`); the cases mar
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ def decode(model: PreTrainedModel, cache: QAdACache, tokens: int, start: int = 0
 def test_a_capture_that_fails_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that looks at its own numbers no graph can be: said once, and computed as ever."""
     model = tiny().to(device)
-    expected = decode(model, make(model, token_threshold=0.0), 12)
+    expected = decode(model, make(model, token_threshold=0.0, cuda_graph=False), 12)
     cache = make(model, token_threshold=0.0, cuda_graph=True)
     model.model.norm.register_forward_hook(lambda module, given, found: found if found.sum().item() < 1e9 else None)
     assert torch.allclose(decode(model, cache, 12), expected, atol=1e-5)
@@ -171,22 +173,51 @@ def test_an_observer_sees_every_step(device: str) -> None:
     assert not RecordedGraph.replays
 
 
-def test_another_function_before_the_decoder_is_left_alone() -> None:
-    model = tiny()
+def test_another_function_before_the_decoder_is_left_alone(device: str) -> None:
+    model = tiny().to(device)
     model.model.forward = model.model.forward
     with pytest.raises(NotImplementedError, match="another library"):
         make(model, cuda_graph=True)
+    assert make(model).decode_graph is None
     with pytest.raises(ValueError, match="needs the model"):
         QAdACache(config=model.config, cuda_graph=True)
+    with pytest.raises(TypeError, match="cuda_graph must be a bool or None, got int"):
+        make(model, cuda_graph=1)
 
 
 def test_the_decoder_gets_its_own_function_back() -> None:
     model = tiny()
+    own = type(model.model)
     cache = make(model)
-    assert "forward" not in vars(model.model)
+    assert type(model.model) is own  # on a CPU nobody has asked for it
     twin = cache.fork(cuda_graph=True)
     assert twin.decode_graph is not None
     assert cache.decode_graph is None
-    assert "forward" in vars(model.model)
+    assert type(model.model) is not own
+    assert isinstance(model.model, own)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert [type(each.model) for each in copies] == [own, own]
+    ids = prompt(5)[0]
+    assert all(torch.equal(each(ids).logits, model(ids).logits) for each in copies)
     restore_attention(model)
-    assert "forward" not in vars(model.model)
+    assert type(model.model) is own
+
+
+@torch.inference_mode()
+def test_unasked_it_is_there_without_hooks_and_adapters(device: str) -> None:
+    """A hook that comes later, and goes again, runs in every step meanwhile."""
+    model = tiny().to(device)
+    cache, seen = make(model, token_threshold=0.0), []
+    decode(model, cache, 6)
+    before = RecordedGraph.replays
+    assert before == 4
+    hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    decode(model, cache, 4, start=6)
+    assert (len(seen), RecordedGraph.replays) == (4, before)
+    hook.remove()
+    assert cache.decode_graph is not None
+    assert "hooks or adapters" in cache.decode_graph.failed
+    other = make(model, token_threshold=0.0)
+    model.model.layers[0].mlp.base_layer = None  # as peft's layers have it
+    decode(model, other, 6)
+    assert RecordedGraph.replays == before
