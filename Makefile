@@ -35,15 +35,11 @@ test-all: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not gpu"
 
-# Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side. Some six
+# Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side. Some five
 # minutes of a large GPU.
-GPU_BENCHMARK := $(RUN) -m eval.benchmark --device cuda --rounds 1 --out eval/results
 gpu: $(VENV)/.installed
 	TRITON_INTERPRET=0 $(RUN) -m pytest -m gpu -n 8
-	QADA_KERNELS=triton $(GPU_BENCHMARK) --tokens 8192 32768 131072 8192x8 --steps 24
-	QADA_KERNELS=torch $(GPU_BENCHMARK) --tokens 8192 --steps 8 \
-		--methods "QAdACache f=0.1" "QAdACache f=1" "QAdACache tokens=0.05" "QAdACache resident f=1"
-	$(RUN) -m eval.first_token --tokens 8192 32768 --device cuda --out eval/results
+	$(MAKE) tables/benchmark-llama-3-8b-cuda.csv tables/first_token-llama-3-8b-cuda.csv
 
 check: check-python check-cpp
 

@@ -138,6 +138,17 @@ tables/benchmark-smollm2-cpu.csv:
 tables/benchmark-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).benchmark --model $(QWEN) --dtype float32 --tokens 16384 --steps 6 --rounds 2 $(INTO)
 
+# On a GPU: `make gpu` runs its tests first.
+TIMED_ON_GPU := "DynamicCache, cuDNN attention" "DynamicCache, offloading" "StaticCache, CUDA graph" "QAdACache f=0.1" \
+	"QAdACache f=0.1, CUDA graph" "QAdACache tokens=0.05, 8 bits" "QAdACache tokens=0.05, 8 bits, CUDA graph" \
+	"QAdACache resident tokens=0.05" "QAdACache resident tokens=0.05, CUDA graph"
+
+tables/benchmark-llama-3-8b-cuda.csv:
+	$(EVAL).benchmark --model llama-3-8b --device cuda --tokens 32768 --steps 136 --rounds 1 --methods $(TIMED_ON_GPU) $(INTO)
+
+tables/first_token-llama-3-8b-cuda.csv:
+	$(EVAL).first_token --model llama-3-8b --device cuda --tokens 8192 32768 --rounds 2 $(INTO)
+
 tables/medians.csv:
 	$(EVAL).regressions --record
 

@@ -139,7 +139,7 @@ class QAdACache(WatchedCache):
         options = support.resolve_options(options, managed)
         options = support.choose_bits(options, managed) if bulk_bits is None else options
         self._shared = Shared(tuned_choice.apply_tuned(options, managed, left_open), managed)
-        self._bar, self.decode_graph = ReadingBar(), make_graph(options, managed)
+        self._bar, self._decode_graph = ReadingBar(), make_graph(options, managed)
         following = None
         for index in reversed(ours):
             self.layers[index] = following = QAdALayer(self._shared, index, following)
@@ -217,7 +217,7 @@ class QAdACache(WatchedCache):
         decided = support.resolve_options(replace(self.options, **options, tuned=tuned), self._shared.model)
         twin = copy.deepcopy(self)
         twin._shared.options = decided
-        twin.decode_graph = make_graph(decided, twin._shared.model)
+        twin._decode_graph = make_graph(decided, twin._shared.model)
         for layer in twin.layers:
             if isinstance(layer, QAdALayer):
                 layer.apply_options()

@@ -18,7 +18,7 @@ def is_taken(model: PreTrainedModel) -> bool:
 
 
 def put_before(model: PreTrainedModel) -> None:
-    """Have the decoder of `model` ask the `decode_graph` of a cache that has one: its `run` gets the cache's layers,
+    """Have the decoder of `model` ask the `_decode_graph` of a cache that has one: its `run` gets the cache's layers,
     the decoder, its own forward function and the keywords."""
     decoder = model.get_decoder()
     if not hasattr(type(decoder), "_qada_own"):
@@ -47,7 +47,7 @@ def _find_class(own: Any) -> Any:
     @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = find_cache(kwargs)
-        if args or torch.compiler.is_compiling() or (graph := getattr(cache, "decode_graph", None)) is None:
+        if args or torch.compiler.is_compiling() or (graph := getattr(cache, "_decode_graph", None)) is None:
             return own.forward(self, *args, **kwargs)
         return graph.run(cache.layers, self, functools.partial(own.forward, self), kwargs)
 

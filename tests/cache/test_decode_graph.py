@@ -114,8 +114,8 @@ def test_a_capture_that_fails_changes_nothing(device: str, monkeypatch: pytest.M
     model.model.norm.register_forward_hook(lambda module, given, found: found if found.sum().item() < 1e9 else None)
     assert torch.allclose(decode(model, cache, 12), expected, atol=1e-5)
     assert not RecordedGraph.replays
-    assert cache.decode_graph is not None
-    assert cache.decode_graph.failed
+    assert cache._decode_graph is not None
+    assert cache._decode_graph.failed
 
 
 @torch.inference_mode()
@@ -130,8 +130,8 @@ def test_what_only_the_host_knows_is_not_replayed(device: str) -> None:
         )
         outputs.append(decode(model, cache, 12))
     assert torch.allclose(*outputs, atol=1e-5)
-    assert cache.decode_graph is not None
-    assert "the model goes by numbers" in cache.decode_graph.failed
+    assert cache._decode_graph is not None
+    assert "the model goes by numbers" in cache._decode_graph.failed
     assert RecordedGraph.replays == 2  # captured, and compared
 
 
@@ -178,7 +178,7 @@ def test_another_function_before_the_decoder_is_left_alone(device: str) -> None:
     model.model.forward = model.model.forward
     with pytest.raises(NotImplementedError, match="another library"):
         make(model, cuda_graph=True)
-    assert make(model).decode_graph is None
+    assert make(model)._decode_graph is None
     with pytest.raises(ValueError, match="needs the model"):
         QAdACache(config=model.config, cuda_graph=True)
     with pytest.raises(TypeError, match="cuda_graph must be a bool or None, got int"):
@@ -191,8 +191,8 @@ def test_the_decoder_gets_its_own_function_back() -> None:
     cache = make(model)
     assert type(model.model) is own  # on a CPU nobody has asked for it
     twin = cache.fork(cuda_graph=True)
-    assert twin.decode_graph is not None
-    assert cache.decode_graph is None
+    assert twin._decode_graph is not None
+    assert cache._decode_graph is None
     assert type(model.model) is not own
     assert isinstance(model.model, own)
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
@@ -215,8 +215,8 @@ def test_unasked_it_is_there_without_hooks_and_adapters(device: str) -> None:
     decode(model, cache, 4, start=6)
     assert (len(seen), RecordedGraph.replays) == (4, before)
     hook.remove()
-    assert cache.decode_graph is not None
-    assert "hooks or adapters" in cache.decode_graph.failed
+    assert cache._decode_graph is not None
+    assert "hooks or adapters" in cache._decode_graph.failed
     other = make(model, token_threshold=0.0)
     model.model.layers[0].mlp.base_layer = None  # as peft's layers have it
     decode(model, other, 6)

@@ -78,7 +78,7 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     many = sizes["BLOCK_G"] > 16
     if records is None:
         nothing: dict[str, Any] = dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0)
-        registers = MOST_REGISTERS if many or _count_warps(sizes) > 4 else SELECTED_REGISTERS
+        registers = MOST_REGISTERS if many or sizes["G"] == 1 or _count_warps(sizes) > 4 else SELECTED_REGISTERS
         # Of float32, with any number, registers spill.
         return nothing | {"num_warps": 4, "maxnreg": registers if dtype.itemsize == 2 else None}
     layout, values = records.layout, max(sizes["BLOCK_D"], sizes["BLOCK_V"])
