@@ -67,3 +67,18 @@ def test_half_the_time_is_half_the_time() -> None:
 def test_a_further_question() -> None:
     turn = one(read(RESULTS / f"turns-{QWEN}-cpu.csv"), method="QAdACache", tokens="8192", turn="64")
     assert f"8,192 read before, takes Qwen2.5-Coder {turn['over_dynamic']} of the time" in README.replace("\n", " ")
+
+
+def test_on_a_gpu() -> None:
+    """README's three times, and those of the table in docs/speed.md."""
+    made = read(RESULTS / "benchmark-llama-3-8b-cuda.csv")
+    ours = "QAdACache resident tokens=0.05, CUDA graph", "QAdACache tokens=0.05, 8 bits, CUDA graph"
+    here, host, dense = (f"{float(one(made, method=name)['p50_ms']):.1f}" for name in (*ours, "DynamicCache"))
+    told = " ".join(README.split())
+    assert f"in {here} ms a token where DynamicCache takes {dense}, and in {host} with the bulk in host" in told
+    section = DOCUMENTS["docs/speed.md"].split("## On a GPU")[1]
+    shown = re.findall(r"^\|[^|]+\| \**([\d.]+)\** \| ([\d.]+) \| ([\d,]+) \| ([\d,]+) \|$", section, re.MULTILINE)
+    columns = "p50_ms", "mean_ms", "device_mib", "host_mib"
+    rows = {tuple(f"{float(row[name]):.{0 if 'mib' in name else 1}f}" for name in columns) for row in made}
+    assert len(shown) == 10
+    assert {tuple(cell.replace(",", "") for cell in row) for row in shown} <= rows
