@@ -34,7 +34,7 @@ def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
     """That of a cache with these options, asked for by the decoder's forward function from now on; None without.
     ValueError or NotImplementedError, if one is asked for that cannot be."""
     asked, model = options.cuda_graph, managed.get()
-    if asked is False:
+    if asked is False or (not asked and (model is None or model.device.type not in GRAPHS)):
         return None
     why = ""
     if model is None:
@@ -46,8 +46,6 @@ def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
         )
     elif managed.shard is not UNSHARDED:
         why = "holds no steps of a model that processes share: build the cache without cuda_graph"
-    elif not asked and model.device.type not in GRAPHS:
-        why = "is for GPUs"
     if model is not None and not why:
         decoder_forward.put_before(model)
         return DecodeGraph(asked=bool(asked))

@@ -13,8 +13,9 @@ from ..versions import CACHE_NAMES
 
 
 def is_taken(model: PreTrainedModel) -> bool:
-    """Whether another library has put a function before the decoder's forward, as accelerate does."""
-    return "forward" in vars(model.get_decoder())
+    """Whether another library has put a function before the decoder's forward, as accelerate does, or there is no
+    decoder."""
+    return "forward" in vars(decoder) if (decoder := model.get_decoder()) is not None else True
 
 
 def put_before(model: PreTrainedModel) -> None:
@@ -28,7 +29,8 @@ def put_before(model: PreTrainedModel) -> None:
 def take_away(model: PreTrainedModel) -> None:
     """Undo `put_before`."""
     decoder = model.get_decoder()
-    decoder.__class__ = getattr(type(decoder), "_qada_own", type(decoder))
+    if hasattr(type(decoder), "_qada_own"):
+        decoder.__class__ = type(decoder)._qada_own
 
 
 def find_cache(kwargs: dict[str, Any]) -> Any:
