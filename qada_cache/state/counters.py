@@ -41,7 +41,7 @@ class Counters:
     def count(self, flags: Tensor, rows: Rows, token_bytes: int) -> None:
         """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context, which nobody may
         change afterwards. `token_bytes` are those of a token of the bulk, all heads."""
-        self.count_call(rows.decisions, rows.dense_tokens * token_bytes)
+        self.count_call(rows.decisions, rows.dense_tokens * token_bytes if rows.decisions else 0)
         if not rows.decisions:
             return
         self._unsummed.append((flags, rows.decided))

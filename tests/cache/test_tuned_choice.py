@@ -186,7 +186,8 @@ def test_every_option_that_outputs_depend_on_is_a_condition() -> None:
     keywords = {name for name in inspect.signature(QAdACache).parameters if name not in ("model", "config", "tuned")}
     assert keywords == {*DECIDING, *LAID_OUT}
     assert not set(DECIDING) & set(LAID_OUT)
-    assert keywords - set(CONDITIONS) == {"offloading", "device_budget", "audit_every", "kernels", "progress"}
+    same = {"offloading", "device_budget", "audit_every", "kernels", "progress", "cuda_graph"}
+    assert keywords - set(CONDITIONS) == same
     (measured,) = [tensor_file.read(kept(tiny()), tuned_choice.KIND)[1]]
     assert measured["under"].keys() | measured["chosen"].keys() == set(CONDITIONS)
 
