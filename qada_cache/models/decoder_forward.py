@@ -28,7 +28,7 @@ def put_before(model: PreTrainedModel) -> None:
 def take_away(model: PreTrainedModel) -> None:
     """Undo `put_before`."""
     decoder = model.get_decoder()
-    decoder.__class__ = getattr(type(decoder), "_qada_own", type(decoder))
+    decoder.__class__ = vars(type(decoder)).get("_qada_own", type(decoder))  # not of a class that others derived
 
 
 def find_cache(kwargs: dict[str, Any]) -> Any:
