@@ -228,6 +228,7 @@ def _attend(
         if is_due and queries >= TRIMMED_TOKENS and query.device.type == "cpu":
             trim()
     elif exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
+        layer.last_step.forget()
         layer.store.append(key, value, valid)
     layer.incoming = None
     return out, None

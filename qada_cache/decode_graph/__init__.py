@@ -10,6 +10,7 @@ A cache's first graph is compared: of a model that goes by numbers of the host's
 Steps that move tokens into the bulk, prompts, turns and whatever else a graph cannot hold compute as ever, too.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..models.sharding import UNSHARDED
 from ..state import ManagedModel, Options
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
+from .model_state import ModelState
 from .step import Places, Step, find_step
 
 logger = logging.get_logger(__name__)
@@ -73,18 +75,16 @@ class DecodeGraph:
         self._result: tuple[type, Tensor] | None = None  # the decoder's kind of result, and its last hidden state
         self._places: Places | None = None
         self._facts: Any = None  # what a graph depends on beside shapes
-        self._weights: list[Tensor] = []
-        self._addresses: list[int] = []
-        self._hooks: list[Any] = []  # of the decoder's modules
+        self._model: ModelState | None = None  # as it was captured
 
     def run(self, layers: list[Any], decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
         """What `compute(**kwargs)`, the decoder's own forward, returns."""
         step = None if self.failed else find_step(layers, decoder, kwargs)
         if step is None:
             return compute(**kwargs)
-        facts = step.bound, step.numbers["row_moment_lengths"]
-        moved = [weight.data_ptr() for weight in self._weights] != self._addresses or any(self._hooks)
-        if self._places is None or not self._places.fits(step) or facts != self._facts or moved:
+        facts = weakref.ref(decoder), step.bound, step.numbers["row_moment_lengths"]
+        changed = self._model is not None and self._model.is_changed
+        if self._places is None or not self._places.fits(step) or facts != self._facts or changed:
             self.forget()
             if not step.bound:  # which shows in the first step
                 return compute(**kwargs)
@@ -116,9 +116,9 @@ class DecodeGraph:
     def _capture(self, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step) -> bool:
         """Whether the graph is there, and everything the host knows is as it was before."""
         assert self._places is not None
-        modules = list(decoder.modules())
-        hooks = [each for module in modules for each in (module._forward_hooks, module._forward_pre_hooks)]
-        if not self.asked and (any(hooks) or any(hasattr(module, "base_layer") for module in modules)):
+        model = ModelState(decoder, watches_hooks=not self.asked, forget=self.forget)
+        adapted = not self.asked and any(hasattr(module, "base_layer") for module in decoder.modules())
+        if model.has_hooks or adapted:
             self._fail("its modules have hooks or adapters: cuda_graph=True has one if these stay as they are")
             return False
         counters = [layer.counters for layer in step.layers]
@@ -145,10 +145,7 @@ class DecodeGraph:
             return False
         finally:
             kept.restore()
-        self._graph, self._result = graph, (type(result), result.last_hidden_state)
-        self._hooks = [] if self.asked else hooks
-        self._weights = list(decoder.parameters())
-        self._addresses = [weight.data_ptr() for weight in self._weights]
+        self._graph, self._result, self._model = graph, (type(result), result.last_hidden_state), model
         return True
 
     def _compare(self, compute: Compute, kwargs: dict[str, Any], step: Step) -> Any:
@@ -157,9 +154,11 @@ class DecodeGraph:
         assert self._result is not None
         counts = [each for layer in step.layers for each in layer.counters.on_device]
         before = [count.clone() for count in counts]
+        step.shared.progress.changing = "a replayed step"
         self._graph.replay()
         hidden = self._result[1].clone()
         torch._foreach_copy_(counts, before)
+        step.shared.progress.changing = ""
         computed = compute(**kwargs)
         wanted = computed.last_hidden_state
         off = ((hidden.float() - wanted.float()).norm() / wanted.float().norm()).item()

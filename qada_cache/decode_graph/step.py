@@ -129,7 +129,9 @@ def find_step(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> 
     inputs = {name: given.pop(name) for name in _INPUTS if name in given}
     mask, tokens = given.pop("attention_mask", None), inputs.get("input_ids", inputs.get("inputs_embeds"))
     asked = given.pop("use_cache", True), given.pop("return_dict", True)
-    if any(given.values()) or not all(asked) or tokens is None or not takes_positions(type(decoder)):  # type: ignore[arg-type]
+    if any(value is not False for value in given.values()) or not all(asked) or tokens is None:
+        return None
+    if not takes_positions(type(decoder)):  # type: ignore[arg-type]
         return None
     if not layers or not all(isinstance(layer, QAdALayer) and layer.store is not None for layer in layers):
         return None
@@ -145,19 +147,24 @@ def find_step(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> 
         return None
     if device.type not in GRAPHS or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return None
-    if decoder.training or config.output_hidden_states or config._attn_implementation not in _ATTENTION:
+    if decoder.training or config.output_hidden_states or config.output_attentions:
+        return None
+    if config._attn_implementation not in _ATTENTION:
         return None
     frozen = options.tracks_moments and not options.update_moments  # whose counts are read on the host
     if frozen or options.device_budget or options.audit_every or shared.observer is not None:
         return None
     attention.check_switched_on(config)
     if mask is not None or first.padding.known.numel():
-        if mask is None or mask.dim() != 2:
+        # Of its shape, or it is the model's to read.
+        if not isinstance(mask, Tensor) or mask.shape != (store.batch, first.seen + 1):
             return None
         told = {"batch": store.batch, "seen": first.seen + 1, "queries": 1, "first": True}
         if shared.forward_pass.read_padding(first.padding, mask, **told)[1:] != (None, None):
             return None
-    if "position_ids" not in inputs:  # what a decoder makes itself
+    if "position_ids" not in inputs:  # what a decoder makes itself, unless it makes them of padding
+        if first.padding.known.numel():
+            return None
         inputs["position_ids"] = torch.full((1, 1), first.seen, device=device)
     step = Step(layers, inputs)
     return step if step.numbers["decisions"] == store.batch else None

@@ -1,0 +1,30 @@
+"""Where graphs are captured: on a CPU the recorder stands in for them."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_graph import RecordedGraph
+from stand_in import GPU
+
+from qada_cache import storage
+from qada_cache.decode_graph.capturing import GRAPHS
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=GPU)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device whose graphs count their replays."""
+    monkeypatch.setattr(storage, "PENDING_TOKENS", 9)
+    monkeypatch.setenv("QADA_KERNELS", "triton")
+    monkeypatch.setattr(RecordedGraph, "replays", 0)
+    if request.param == "cpu":
+        monkeypatch.setitem(GRAPHS, "cpu", RecordedGraph)
+    else:
+        real = GRAPHS["cuda"]
+
+        class Counted(real):  # type: ignore[misc, valid-type]
+            def replay(self) -> None:
+                RecordedGraph.replays += 1
+                super().replay()
+
+        monkeypatch.setitem(GRAPHS, "cuda", Counted)
+    return request.param
