@@ -49,7 +49,8 @@ def test_what_is_private_is_named() -> None:
     tags = {"_qada_layer", "_qada_own", "_reports_caches"}  # ours
     # Of torch, accelerate and lm-eval, and public of named tuples.
     others = {"_version", "_C", "_orig_mod", "_hf_hook", "_detect_batch_size", "_replace", "_asdict"}
-    others |= {"_foreach_add_", "_foreach_copy_", "_forward_hooks", "_forward_pre_hooks"}
+    others |= {"_foreach_add_", "_foreach_copy_", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters"}
+    others |= {"_global_forward_hooks", "_global_forward_pre_hooks"}
     assert names_used() - tags - others - MISSED_BY_NOBODY == PRIVATE.keys()
 
 
