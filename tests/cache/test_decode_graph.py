@@ -35,8 +35,10 @@ def describe(cache: QAdACache) -> dict[str, Any]:
     return {name: getattr(stats, name) for name in kept if hasattr(stats, name)} | shares
 
 
-CASES = [(name, one_shot) for name in OPTIONS]
-CASES += [("whole heads", use) for use in (padded, cropped, rows, used_again, copied_and_saved)]
+QUICK = [("whole heads", one_shot), ("whole heads", padded)]
+SLOW = [("exact", one_shot), ("other moments", one_shot), ("by head", one_shot)]
+SLOW += [("whole heads", use) for use in (cropped, rows, used_again, copied_and_saved)]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("name", "use"), CASES)
@@ -52,6 +54,7 @@ def test_outputs_and_counts_are_those_of_computed_steps(name: str, use: Use, dev
     assert RecordedGraph.replays >= before + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [16, 8])
 @torch.inference_mode()
 def test_selected_tokens(bits: int, device: str) -> None:
