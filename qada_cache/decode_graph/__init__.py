@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..models import decoder_forward
+from ..models import decoder_forward, read_sizes
 from ..models.sharding import UNSHARDED
 from ..state import ManagedModel, Options
 from ..versions import CACHE, CACHE_NAMES
@@ -36,24 +36,24 @@ def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
     """That of a cache with these options, asked for by the decoder's forward function from now on; None without.
     ValueError or NotImplementedError, if one is asked for that cannot be."""
     asked, model = options.cuda_graph, managed.get()
-    if asked is False or (not asked and (model is None or model.device.type not in GRAPHS)):
+    if asked and model is None:
+        raise ValueError("cuda_graph=True needs the model: QAdACache(model, cuda_graph=True)")
+    if asked is False or model is None or not (asked or model.device.type in GRAPHS):
         return None
     why = ""
-    if model is None:
-        why = "needs the model: QAdACache(model, cuda_graph=True)"
-    elif decoder_forward.is_taken(model):
+    if decoder_forward.is_taken(model):
         why = (
             "cannot go before the forward function that another library gave this model (accelerate's device_map "
             "does): load it on one device without, or build the cache without cuda_graph"
         )
     elif managed.shard is not UNSHARDED:
         why = "holds no steps of a model that processes share: build the cache without cuda_graph"
-    if model is not None and not why:
-        decoder_forward.put_before(model)
-        return DecodeGraph(asked=bool(asked))
-    if asked:
-        raise (ValueError if model is None else NotImplementedError)(f"cuda_graph=True {why}")
-    return None
+    if why and asked:
+        raise NotImplementedError(f"cuda_graph=True {why}")
+    if why:
+        return None
+    decoder_forward.put_before(model)
+    return DecodeGraph(asked=bool(asked))
 
 
 class DecodeGraph:
@@ -140,7 +140,7 @@ class DecodeGraph:
                 heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))
                 torch._foreach_add_([own[0] for own in sums], list(heads.unbind()))
                 torch._foreach_add_([own[1] for own in sums], list(groups.unbind()))
-        except Exception as error:
+        except Exception as error:  # whatever a driver, a kernel or the model itself raises while it is captured
             self._fail(f"{type(error).__name__}: {error}".partition("\n")[0])
             return False
         finally:
@@ -176,10 +176,9 @@ class DecodeGraph:
 
     def _make_sums(self, step: Step) -> list[tuple[Tensor, Tensor]]:
         """Zeros that a graph adds decisions to, layer by layer, as `Counters.count_replays` takes them."""
-        found = []
+        _, heads, kv_heads, _ = read_sizes(step.shared.model.config)
         with torch.inference_mode(False):  # they may be added to outside inference mode
-            for layer, store in zip(step.layers, step.stores, strict=True):
-                group = layer.last_step.known[0][2][1] // store.near_keys.shape[1]
-                heads = torch.zeros(store.near_keys.shape[1], group, dtype=torch.int64, device=step.device)
-                found.append((heads, heads.new_zeros(len(heads))))
-        return found
+            of_heads = [
+                torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for _ in step.layers
+            ]
+            return [(each, each.new_zeros(kv_heads)) for each in of_heads]

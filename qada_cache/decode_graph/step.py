@@ -31,7 +31,7 @@ class Step:
         self.layers, self.inputs, self.shared = layers, inputs, layers[0].shared
         self.stores: list[TokenStore] = [layer.store for layer in layers if layer.store is not None]
         store, forward_pass = self.stores[0], self.shared.forward_pass
-        self.batch, self.device = store.batch, store.near_keys.device
+        self.device = store.near_keys.device
         tensors, self.numbers = describe_rows(
             lengths=[length + 1 for length in store.lengths], flushed=store.flushed, end=store.end + 1, queries=1,
             valid=None, sinks=forward_pass.sinks, window=forward_pass.window,
@@ -131,7 +131,7 @@ def find_step(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> 
     asked = given.pop("use_cache", True), given.pop("return_dict", True)
     if any(value is not False for value in given.values()) or not all(asked) or tokens is None:
         return None
-    if not takes_positions(type(decoder)):  # type: ignore[arg-type]
+    if not takes_positions(type(decoder)):  # type: ignore[arg-type]  # a class is hashable
         return None
     if not layers or not all(isinstance(layer, QAdALayer) and layer.store is not None for layer in layers):
         return None

@@ -15,7 +15,8 @@ from ..versions import CACHE_NAMES
 def is_taken(model: PreTrainedModel) -> bool:
     """Whether another library has put a function before the decoder's forward, as accelerate does, or there is no
     decoder."""
-    return "forward" in vars(decoder) if (decoder := model.get_decoder()) is not None else True
+    decoder = model.get_decoder()
+    return decoder is None or "forward" in vars(decoder)
 
 
 def put_before(model: PreTrainedModel) -> None:
@@ -54,9 +55,8 @@ def _find_class(own: Any) -> Any:
         return graph.run(cache.layers, self, functools.partial(own.forward, self), kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        _, given, *rest = own.__reduce_ex__(
-            self, max(protocol, 2)
-        )  # by `copyreg.__newobj__`, which takes no other class
+        # By `copyreg.__newobj__`, which takes no other class than the object's.
+        _, given, *rest = own.__reduce_ex__(self, max(protocol, 2))
         return _make_new, (own, *given[1:]), *rest
 
     named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}

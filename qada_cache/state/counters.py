@@ -35,7 +35,7 @@ class Counters:
     local_heads: Tensor | None = None
     local_groups: Tensor | None = None
     _unsummed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    # Of steps that a graph replays (`decode_graph.py`), which adds to them: more of `local_heads` and `local_groups`.
+    # Of steps that a graph replays (`decode_graph/`), which adds to them: more of `local_heads` and `local_groups`.
     _replayed: tuple[Tensor, Tensor] | None = None
 
     def count(self, flags: Tensor, rows: Rows, token_bytes: int) -> None:

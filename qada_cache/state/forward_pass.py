@@ -78,7 +78,7 @@ class ForwardPass:
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window  # tokens
         self.is_prefill_chunk = False  # whether it is of `generate`'s prompt: exact, whatever its length
-        # Of a step that a graph is captured of (`decode_graph.py`), whose new tokens are all real: they are written to.
+        # Of a step that a graph is captured of (`decode_graph/`), whose new tokens are all real: they are written to.
         self.given: Rows | None = None
         self._rows: tuple[Any, Rows] | None = None
         self._read: Any = WeakTensorKeyDictionary()  # what `read_padding` found for a mask, as long as that is there

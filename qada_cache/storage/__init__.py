@@ -196,8 +196,8 @@ class TokenStore:
         for known in (self.moments, self.bulk.sketch):
             if known is not None:
                 known.select_rows(index)
-        for name in ("lengths", "flushed", "exact", "alike"):
-            setattr(self, name, [getattr(self, name)[row] for row in index])
+        counted = self.lengths, self.flushed, self.exact, self.alike
+        self.lengths, self.flushed, self.exact, self.alike = ([counts[row] for row in index] for counts in counted)
         if max(map(sub, self.lengths, self.flushed), default=0) < self.end:  # rows with more recent tokens are gone
             rows = self._list_rows()
             self._set_recent(rows, [tuple(part.clone() for part in self._view_recent(row)) for row in rows])

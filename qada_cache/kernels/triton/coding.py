@@ -223,12 +223,16 @@ def scale_kernel(
     tl.store(p_mean_squares + i_group * s_segment + first + i_segment, mean_square)
 
 
+def find_sizes(layout: Layout, segment: int) -> dict[str, int]:
+    """What every kernel is told of a sketch's segments and words."""
+    return {"SEGMENT": segment, **dict(zip(("FOURS", "TWOS", "ONES"), layout.words, strict=True))}
+
+
 @functools.cache
 def _bind_coding(layout: Layout, segment: int, last: int) -> tuple[_Launches, _Launches, _Launches, int]:
     """Of the three kernels, for segments of these sizes; and how many tokens `code_kernel` codes at once."""
     wide = triton.next_power_of_2(layout.dim)
-    sizes = {"SEGMENT": segment, **dict(zip(("FOURS", "TWOS", "ONES"), layout.words, strict=True))}
-    sizes |= {"D": layout.dim, "BLOCK_D": wide}
+    sizes = find_sizes(layout, segment) | {"D": layout.dim, "BLOCK_D": wide}
     at_once = min(CODED_NUMBERS // wide, segment)
     return (
         _Launches(**sizes, BLOCK_N=DESCRIBED_TOKENS, num_warps=DESCRIBED_WARPS),

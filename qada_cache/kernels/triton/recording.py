@@ -14,7 +14,7 @@ from ...sketch.codec import Sketch
 from ...sketch.coded import RecordLayout
 from . import _Launches
 from .blocks import BLOCK, rotate
-from .coding import SIZES, TINY, align, by_bits, find_shifts, find_words, round_to_bfloat16
+from .coding import SIZES, TINY, align, by_bits, find_shifts, find_sizes, find_words, round_to_bfloat16
 from .record_kernels import SCALES
 
 NUMBERS = 2048  # of keys, and of values, that a program codes at once
@@ -131,7 +131,7 @@ def record_kernel(
 def _bind_recording(layout: Layout, records: RecordLayout, segment: int) -> tuple[_Launches, int]:
     """And how many tokens a program codes."""
     wide, wide_values = (triton.next_power_of_2(size) for size in (records.dim, records.value_dim))
-    sizes = {"SEGMENT": segment, **dict(zip(("FOURS", "TWOS", "ONES"), layout.words, strict=True))}
+    sizes = find_sizes(layout, segment)
     sizes |= {"KEY_BITS": records.key_bits, "VALUE_BITS": records.value_bits, "RECORD": records.size}
     sizes |= {"TURNED_D": coded.find_block(records.dim), "TURNED_V": coded.find_block(records.value_dim)}
     sizes |= {"D": records.dim, "BLOCK_D": wide, "V": records.value_dim, "BLOCK_V": wide_values}
