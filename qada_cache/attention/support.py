@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..criterion import StaticHeads
 from ..kernels import cpu
+from ..kernels.cpu.library import has_compiler
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
 from ..key_moments.prompts import PROMPTS
@@ -137,7 +138,7 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
     _, heads, kv_heads, dim = read_sizes(config)
     built = model.dtype in cpu.ELEMENTS and heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
     on_cpu = all(parameter.device.type == "cpu" for parameter in named.values())
-    return plain and built and on_cpu and options.kernels == "auto" and cpu.has_compiler()
+    return plain and built and on_cpu and options.kernels == "auto" and has_compiler()
 
 
 def _check_moments(moments: KeyMoments, config: PreTrainedConfig) -> None:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from qada_cache.kernels import cpu
+from qada_cache.kernels.cpu import library
 
 
 def compiler() -> str | None:
     """The one that would be used."""
     try:
-        return cpu._find_compiler()
+        return library.find_compiler()
     except OSError:
         return None
 

@@ -12,6 +12,7 @@ from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, selection
 from ...sketch.coded import Records
 from .. import cpu, operands
 from ..operands import Operands, Query, check
+from .library import check_size
 
 GROUP_RULES = {"head": 0, "any": 1}
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
@@ -114,8 +115,7 @@ class _Bound:
         self._log_bulk = decode.log_bulk  # a view of its fields
         kernels = cpu.build(states.dtype, states.shape[3], value_dim, group, records.layout if records else None)
         assert kernels is not None
-        if (size := kernels.decode_size()) != ctypes.sizeof(Decode):
-            raise RuntimeError(f"decide.h has a Decode of {size} bytes, and this module of {ctypes.sizeof(Decode)}")
+        check_size(Decode, kernels.decode_size(), cpu.SOURCE)
         self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(decode))
         self._out = (*states.shape[:3], value_dim)
         self._flags = (states.shape[0], layer.kv_heads, group, 1)

@@ -2,20 +2,17 @@
 
 import ctypes
 import functools
-import subprocess
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from ...sketch import SEGMENT_TOKENS
 from ...sketch.codec import Sketch
 from ...sketch.coded import RecordLayout
-from . import ELEMENTS, define, load
+from . import ELEMENTS, define
 from .compiled_decode import View, view
-
-logger = logging.get_logger(__name__)
+from .library import build_library, check_size
 
 SOURCE = Path(__file__).with_name("records.cpp")
 OF_SKETCH = ("codes", "scales", "units", "centres", "weights", "order")
@@ -63,11 +60,8 @@ def decode_records(
 @functools.cache
 def build_decoder(layout: RecordLayout) -> ctypes.CDLL | None:
     """The library for such records, built if need be; None, with one warning, if it cannot be."""
-    try:
-        library = load(SOURCE, define(ELEMENTS[torch.float32], layout.dim, layout.value_dim, 1, layout))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning_once(f"records of few bits are decoded by torch, as the kernel could not be built: {error}")
-        return None
-    if (size := library.decoding_size()) != ctypes.sizeof(Decoding):
-        raise RuntimeError(f"records.cpp has a Decoding of {size} bytes, and this module of {ctypes.sizeof(Decoding)}")
+    macros = define(ELEMENTS[torch.float32], layout.dim, layout.value_dim, 1, layout)
+    warning = "records of few bits are decoded by torch, as the kernel could not be built"
+    if (library := build_library(SOURCE, macros, warning)) is not None:
+        check_size(Decoding, library.decoding_size(), SOURCE)
     return library

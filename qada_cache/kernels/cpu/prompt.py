@@ -5,16 +5,12 @@ Torch's own leaves most of what a processor with AVX512-BF16 can multiply unused
 
 import ctypes
 import functools
-import subprocess
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
-from . import check_memory, load
-
-logger = logging.get_logger(__name__)
+from .library import build_library, check_memory, check_size
 
 MIN_QUERIES = 64  # fewer are bound by memory, as decoding is
 MIN_TOKENS = 512  # fewer keys are not worth a build
@@ -94,16 +90,11 @@ def build(
     one warning, if it cannot be built. `source` has `prompt_attention` of one `call`."""
     if INSTRUCTIONS not in read_instructions():
         return None
-    try:
-        kernel = load(source, define(dim, value_dim, dtype))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning_once(
-            f"{source.name}, a fast kernel for prompts, could not be built, and a slower one serves: {error}"
-        )
+    warning = f"{source.name}, a fast kernel for prompts, could not be built, and a slower one serves"
+    if (kernel := build_library(source, define(dim, value_dim, dtype), warning)) is None:
         return None
     kernel.prompt_attention.errcheck = check_memory
-    if (size := kernel.call_size()) != ctypes.sizeof(call):
-        raise RuntimeError(f"{source.name} has a Call of {size} bytes, and its module of {ctypes.sizeof(call)}")
+    check_size(call, kernel.call_size(), source)
     return kernel
 
 
