@@ -81,8 +81,9 @@ def choose_kernel(
     layout: Layout | None = None,
     *,
     records: Records | None = None,
+    turn: bool = False,
 ) -> Callable | None:
-    """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
+    """The `fused_decode`, or for a `turn` the `fused_turn`, that is to compute such calls, None for the torch path of attention/decode.py.
 
     Arguments as for `explain_unsupported`; `kernels` is one of `KINDS`, `layout` that of the sketch by which tokens are
     selected, or behind which records lie, None without one. RuntimeError, if it is "triton", and the kernel cannot
@@ -90,12 +91,13 @@ def choose_kernel(
     """
     call = (query, bulk_keys, bulk_values, criterion, records)
     if kernels == "auto" and compiled_decode.supports(*call):
-        return compiled_decode.fused_decode
+        return compiled_decode.fused_turn if turn else compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
     reason = explain_unsupported(*call)
     if reason is None:
         from .triton import fused_decode
+        from .triton.turn import fused_turn
 
         if kernels == "auto":
             held = bulk_keys if records is None else records.tensor
@@ -104,7 +106,7 @@ def choose_kernel(
             of_bulk = {"layout": layout, "records": None if records is None else records.layout, "pinned": pinned}
             reason = decode_trial.find_decode_fault(fused_decode, query.device, query.dtype, **sizes, **of_bulk)
         if reason is None:
-            return fused_decode
+            return fused_turn if turn else fused_decode
     if kernels == "triton":
         raise RuntimeError(f"Triton's kernels were asked for, but {reason}")
     logger.warning_once(f"tokens are decoded on {query.device} by torch's operations, not by Triton's kernel: {reason}")
