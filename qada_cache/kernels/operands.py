@@ -230,7 +230,8 @@ class Operands:
 
 def check(query: Query, rows: Rows, layer: Operands, *, shares: bool = False) -> None:
     """Raise OperandError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a step,
-    each row of the layer's for several queries side by side if it `shares` them. The last step's are known to be right; rows were checked when made."""
+    of which each row is that of several queries side by side if it `shares` them. The last step's are known to be
+    right; rows were checked when made."""
     if not (known := layer.binding.matches(query, layer)):
         _check_layer(query, layer, shares)
     batch = query.states.shape[0]

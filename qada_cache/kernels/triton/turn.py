@@ -1,7 +1,8 @@
 """The tokens of a short turn, or of a draft, by the kernels of a decode step, without a word between host and device.
 
 Every query decides, selects and reads for itself, so what several need is read several times. It counts once: kernels
-write the bytes of a token, or of a head's sketch, to one place for all queries, and these are summed afterwards.
+write the bytes of a token, or of a head's sketch, to one place for all queries, and these are summed afterwards. So
+many queries are computed at once that their estimates are `BLOCK_SCORES` at most.
 """
 
 from dataclasses import replace
@@ -10,11 +11,9 @@ import torch
 from torch import Tensor
 
 from ..operands import Operands, Query, Rows
+from ..query_adaptive import BLOCK_SCORES
 from ..turn import attend_to_turn
 from . import fused_decode
-
-# Estimates that there is room for: 64 MiB. More queries than have so many at once are computed one block after another.
-BLOCK_SCORES = 1 << 24
 
 
 def fused_turn(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
