@@ -99,7 +99,7 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (5, 4, {"bits": 2, "value_dim": 24, "bulk": [(39, 5)]}),  # no sketch yet
     (3, 7, {"bits": 2, "rung": 8}),
     (16, 1, {"bits": 1, "rung": 4, "kv_heads": 1}),
-    (112, 1, {"bits": 2, "bulk": [(77, 9)], "kv_heads": 1}),
+    (112, 1, {"bits": 2, "bulk": [(41, 9)], "kv_heads": 1}),
     (4, 2, {}),  # whole heads
 ]
 
@@ -111,7 +111,7 @@ def test_turns_are_their_tokens_one_by_one(
     queries: int, group: int, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By all at once, and by blocks, of which the last begins early."""
-    sizes = {"bulk": [(101, 5), (67, 0)], "short": ()} | sizes
+    sizes = {"bulk": [(85, 5), (44, 0)], "short": ()} | sizes
     scene = (RecordScene if "rung" in sizes else Scene)(group=group, **sizes)
     query, rows, layer = make_turn(scene, queries)
     expected, decided, read_bytes, of_sketches = one_by_one(query, rows, layer)
@@ -138,12 +138,12 @@ def test_turns_are_their_tokens_one_by_one(
 def test_a_turn_in_a_cache(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that differ, with padding in the turn: outputs, decisions and bytes of torch; then a token by itself."""
     monkeypatch.setitem(os.environ, "QADA_KERNELS", "auto")
-    model, (ids, mask) = tiny(num_hidden_layers=1, head_dim=32), prompt(150, 120)
+    model, (ids, mask) = tiny(num_hidden_layers=1, head_dim=32), prompt(130, 90)
     more = torch.cat([mask, mask.new_tensor([[1, 1, 0, 1], [0, 1, 1, 1]])], dim=1)
     ids = torch.cat([ids, ids[:, 3:7]], dim=1)
     options = {"moments": "current", "threshold": 0.1, "token_threshold": 0.7, "bulk_bits": bits, **SMALL}
     cache = QAdACache(model, kernels="torch", **options)
-    model(ids[:, :150], attention_mask=mask, **pass_cache(cache))
+    model(ids[:, :130], attention_mask=mask, **pass_cache(cache))
     turns: list[int] = []
     monkeypatch.setattr(
         turn,
@@ -153,7 +153,7 @@ def test_a_turn_in_a_cache(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, stats = [], []
     for kernels in ("torch", "triton"):
         twin = cache.fork(kernels=kernels)
-        turned = model(ids[:, 150:], attention_mask=more, **pass_cache(twin)).logits[more[:, 150:].bool()]
+        turned = model(ids[:, 130:], attention_mask=more, **pass_cache(twin)).logits[more[:, 130:].bool()]
         one = torch.cat([more, more.new_ones(2, 1)], dim=1)
         logits.append(torch.cat([turned, model(ids[:, :1], attention_mask=one, **pass_cache(twin)).logits[:, 0]]))
         stats.append(twin.stats())
@@ -164,22 +164,26 @@ def test_a_turn_in_a_cache(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(stats[0].local_share, stats[1].local_share)
 
 
+LAUNCH_NOTHING = {"new_empty", "_unsafe_view"}  # beside views
+
+
 class Operations(TorchDispatchMode):
-    """Names of torch's operations that are no views."""
+    """Names of torch's operations that take a launch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names += [function.overloadpacket.__name__] * (not function.is_view)
+        name = function.overloadpacket.__name__
+        self.names += [name] * (not function.is_view and name not in LAUNCH_NOTHING)
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 6])
 @pytest.mark.parametrize(("queries", "blocks"), [(2, 1), (112, 1), (112, 4)])
 def test_what_a_turn_costs_the_host(queries: int, blocks: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three launches a block and some operations, however many tokens and heads; and nothing comes to the host."""
+    """Three launches and two operations a block, however many tokens and heads; and nothing comes to the host."""
     launched: list[str] = []
     for name in KERNELS:
         monkeypatch.setattr(triton_decode, name, _Launched(name, launched))
@@ -193,8 +197,8 @@ def test_what_a_turn_costs_the_host(queries: int, blocks: int, kv_heads: int, mo
     with Operations() as found:  # of the pass's next layer
         fused_turn(query, rows, layer)
     assert launched == blocks * ["local_kernel", "estimate_kernel", "selected_kernel"]
-    assert len(found.names) <= 6 + 5 * blocks
-    assert not {"_local_scalar_dense", "nonzero", "index", "_to_copy"} & set(found.names)
+    parts = 2 * ["clone"] * blocks + 2 * ["cat"] * (blocks > 1)
+    assert sorted(found.names) == sorted([*parts, "zeros", "sum", "sum", "add_", "add_"])
 
 
 class _Launched:
