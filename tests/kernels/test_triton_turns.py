@@ -20,6 +20,7 @@ from qada_cache import QAdACache
 from qada_cache.kernels import decode_reference
 from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.sketch import count_closed
+from qada_cache.storage import bulk
 from qada_cache.versions import pass_cache
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -37,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, in segments, and are split."""
     for name, value in {"SPLIT_TOKENS": 64, "SELECTED_TOKENS": 64, "SCAN_TOKENS": 32, "SCAN_RUN": 4}.items():
         monkeypatch.setattr(triton_decode, name, value)
-    with small_sketch(40, 64):
+    with small_sketch(40, 64), mock.patch.object(bulk, "GRANULE", 8):
         yield
 
 
@@ -93,13 +94,13 @@ def one_by_one(query: Query, rows: Rows, layer: Operands) -> tuple[torch.Tensor,
     return torch.cat(outs, dim=2), torch.cat(flags, dim=3), nbytes, int(layer.sketch_read_bytes)
 
 
-CASES: list[tuple[int, int, dict[str, Any]]] = [
+CASES: list[Any] = [
     (2, 1, {"bits": 1.5, "dim": 64}),
     (5, 3, {"bits": 2, "dtype": torch.bfloat16}),
     (5, 4, {"bits": 2, "value_dim": 24, "bulk": [(39, 5)]}),  # no sketch yet
     (3, 7, {"bits": 2, "rung": 8}),
     (16, 1, {"bits": 1, "rung": 4, "kv_heads": 1}),
-    (112, 1, {"bits": 2, "bulk": [(41, 9)], "kv_heads": 1}),
+    pytest.param(112, 1, {"bits": 2, "bulk": [(41, 9)], "kv_heads": 1}, marks=pytest.mark.slow),
     (4, 2, {}),  # whole heads
 ]
 
