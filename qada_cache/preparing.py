@@ -39,7 +39,7 @@ def prepare(
       folder, if the model has parameters on a CPU, and unless `kernels` forbids it. Calls of a few tokens
       (assisted decoding) may need others, which are compiled when first met. Without a compiler there is a warning.
     - On a GPU Triton's kernels are tried, and compiled for the model's sizes and these options, for one row or rows
-      that differ in length. A batch of equal rows has them compiled when first met.
+      that differ in length. A batch of equal rows, or a call of a few tokens, has them compiled when first met.
     - The model's attention is switched to ours (see `QAdACache`).
 
     Args:

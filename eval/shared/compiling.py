@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.kernels.triton import coding, deriving, recording
+from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.sketch import SEGMENT_TOKENS, Layout, find_segment_start
 from qada_cache.sketch.codec import Sketch, list_fields
 from qada_cache.sketch.coded import RecordLayout, Records
@@ -46,15 +47,16 @@ class Step:
     bits: float = 0  # of the sketch, a value; 0: without one
     rung: int = 16  # `bulk_bits`
     options: dict[str, Any] = field(default_factory=dict)  # of `Operands`
+    queries: int = 1  # of a row: several are a turn
 
     def make_operands(self) -> tuple[Query, Rows, Operands]:
         """What a kernel is told."""
         size, dtype = {"device": "cpu"}, self.dtype
-        mask = torch.zeros(BATCH, 1, 1, COLUMNS, dtype=torch.bool, **size)
-        flat = torch.zeros(BATCH, 1, 1, dtype=torch.int64, **size)
-        query = Query(torch.zeros(BATCH, KV_HEADS * self.group, 1, self.dim, dtype=dtype, **size), scaling=0.1)
-        query.log_bulk = torch.zeros(BATCH, KV_HEADS, self.group, 1, dtype=torch.float32, **size)
-        rows = Rows(mask, mask, flat, flat.view(BATCH), torch.ones_like(flat, dtype=torch.bool))
+        mask = torch.zeros(BATCH, 1, self.queries, COLUMNS, dtype=torch.bool, **size)
+        flat = torch.zeros(BATCH, 1, self.queries, dtype=torch.int64, **size)
+        query = Query(torch.zeros(BATCH, KV_HEADS * self.group, self.queries, self.dim, dtype=dtype, **size), 0.1)
+        query.log_bulk = torch.zeros(BATCH, KV_HEADS, self.group, self.queries, dtype=torch.float32, **size)
+        rows = Rows(mask, mask, flat, flat[:, 0, 0].contiguous(), torch.ones_like(flat, dtype=torch.bool))
         records = RecordLayout.from_bits(self.dim, self.value_dim, self.rung) if self.bits else None
         stored = self.capacity - (find_segment_start(self.capacity) if records else 0)
         shapes = [(BATCH, KV_HEADS, tokens, dim) for tokens in (COLUMNS, stored) for dim in (self.dim, self.value_dim)]
@@ -74,7 +76,8 @@ class Step:
 
     def record_launches(self) -> list["Recorder"]:
         """What it launches."""
-        return _record({triton_decode: KERNELS}, lambda: triton_decode.fused_decode(*self.make_operands()))
+        kernel = triton_decode.fused_decode if self.queries == 1 else fused_turn
+        return _record({triton_decode: KERNELS}, lambda: kernel(*self.make_operands()))
 
     def record_storing(self) -> list["Recorder"]:
         """What is launched as its tokens are stored, by query energies: to make a sketch, or records behind one."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..criterion import StaticHeads, gaussian_log_bulk, logit
 from ..kernels import choice
 from ..kernels.operands import Operands, Query, Rows
-from ..kernels.turn import attend_to_turn
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
@@ -45,8 +44,7 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
         out, flags = attend_by_torch(layer, store, query, rows, operands)
     else:
         # Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
-        asked = query, rows, operands
-        out, flags = kernel(*asked) if single else attend_to_turn(kernel, *asked)
+        out, flags = kernel(query, rows, operands)
         if operands.resident_pointers is not None:
             layer.counters.bulk_read_bytes += update_residency(bulk, flags.flatten(2).any(dim=-1))
     layer.counters.count(flags, rows, operands.kv_heads * bulk.token_bytes)
@@ -54,10 +52,15 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
 
 
 def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
-    """Whether a kernel for single tokens is to compute several `[batch, heads, queries, dim]`: of one row, on a CPU.
-    Heads that are read whole are read once for all tokens by torch, and by a kernel once for each."""
-    of_one_row = len(states) == 1 and states.shape[2] <= TURN_TOKENS
-    return of_one_row and store.sketch is not None and states.is_cpu and layer.options.kernels == "auto"
+    """Whether kernels for single tokens are to compute several `[batch, heads, queries, dim]`. Heads that are read
+    whole are read once for all tokens by torch, and by these once for each, so only if tokens are selected. The CPU's
+    takes one row, Triton's find no residents."""
+    options = layer.options
+    if store.sketch is None or states.shape[2] > TURN_TOKENS or options.kernels == "torch":
+        return False
+    if states.is_cpu and options.kernels == "auto":
+        return len(states) == 1
+    return not (store.bulk.offloaded and options.device_budget)
 
 
 def find_step(layer: QAdALayer, store: TokenStore, states: Tensor, by_kernel: bool) -> tuple[Callable | None, Operands]:
@@ -108,13 +111,13 @@ def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Op
 
 
 def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable | None:
-    """What `choice.choose_kernel` says of single queries of `[batch, heads, queries, dim]`."""
+    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
     sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
     layout = sketch.layout if sketch is not None and sketch.in_use else None
     call = states[:, :, :1], bulk.keys, bulk.values, options.criterion, options.kernels
-    return choice.choose_kernel(*call, layout=layout, records=records)
+    return choice.choose_kernel(*call, layout=layout, records=records, turn=states.shape[2] > 1)
 
 
 def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: Rows) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Which implementation computes a decode step: asked for by name, or selected by checks.
 
-"torch" is torch's own operations alone, and "triton" the fused kernel for one token, or an error that says why not.
+"torch" is torch's own operations alone, and "triton" the fused kernel for one token, or several as in `turn.py`, or an
+error that says why not.
 "auto" takes Triton's kernel on a GPU, once it has been tried there (`decode_trial.py`), and the compiled kernel on
 a CPU (`compiled_decode.py`); else torch, with a warning that says why on a GPU.
 """
@@ -81,8 +82,10 @@ def choose_kernel(
     layout: Layout | None = None,
     *,
     records: Records | None = None,
+    turn: bool = False,
 ) -> Callable | None:
-    """The `fused_decode` that is to compute such calls, None for the torch path of attention/decode.py.
+    """The `fused_decode` that is to compute such calls, or for a `turn` the `fused_turn`; None for the torch path of
+    attention/decode.py.
 
     Arguments as for `explain_unsupported`; `kernels` is one of `KINDS`, `layout` that of the sketch by which tokens are
     selected, or behind which records lie, None without one. RuntimeError, if it is "triton", and the kernel cannot
@@ -90,21 +93,24 @@ def choose_kernel(
     """
     call = (query, bulk_keys, bulk_values, criterion, records)
     if kernels == "auto" and compiled_decode.supports(*call):
-        return compiled_decode.fused_decode
+        return compiled_decode.fused_turn if turn else compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
     reason = explain_unsupported(*call)
     if reason is None:
         from .triton import fused_decode
+        from .triton.turn import fused_turn
 
+        kernel = fused_turn if turn else fused_decode
         if kernels == "auto":
             held = bulk_keys if records is None else records.tensor
             group, pinned = query.shape[1] // bulk_keys.shape[1], held.device != query.device
             sizes = {"group": group, "dim": query.shape[3], "value_dim": bulk_values.shape[3]}
             of_bulk = {"layout": layout, "records": None if records is None else records.layout, "pinned": pinned}
-            reason = decode_trial.find_decode_fault(fused_decode, query.device, query.dtype, **sizes, **of_bulk)
+            tried = {"queries": 2} if turn else {}
+            reason = decode_trial.find_decode_fault(kernel, query.device, query.dtype, **sizes, **of_bulk, **tried)
         if reason is None:
-            return fused_decode
+            return kernel
     if kernels == "triton":
         raise RuntimeError(f"Triton's kernels were asked for, but {reason}")
     logger.warning_once(f"tokens are decoded on {query.device} by torch's operations, not by Triton's kernel: {reason}")

@@ -24,6 +24,7 @@ QUERY, ROWS = (
     ("states", "scaling", "log_bulk"),
     ("local", "pending", "bulk_tokens", "bulk_lengths", "decided"),
 )  # of a scene
+AXES = {"states": 2, "log_bulk": 3, "local": 2, "pending": 2, "bulk_tokens": 2, "decided": 2}  # of queries, in a scene
 
 
 @functools.cache
@@ -38,14 +39,16 @@ def find_decode_fault(
     layout: Layout | None,  # of the sketch that tokens are selected by, None if all are read
     records: RecordLayout | None,  # of what closed segments lie in, None if they lie in none
     pinned: bool,  # whether the bulk lies in pinned host memory
+    queries: int = 1,  # of a row, all alike: several for a `fused_turn`
 ) -> str | None:
-    """The fault of a `fused_decode` on this device, as of `reference.find_fault`; the answer is kept for the process.
+    """The fault of a `fused_decode`, or a `fused_turn`, on this device, as of `reference.find_fault`; the answer is
+    kept for the process.
 
-    The trial takes both group rules, and once a head that lies elsewhere. Decisions are clear, so that no rounding
-    changes them, and tokens that are not to be read are nan.
+    The trial takes both group rules, and for single queries once a head that lies elsewhere. Decisions are clear, so
+    that no rounding changes them, and tokens that are not to be read are nan.
     """
     scene = _make_scene(dtype, group, dim, value_dim, layout, records)
-    for group_rule, elsewhere in (("any", False), ("head", True)):
+    for group_rule, elsewhere in (("any", False), ("head", queries == 1)):
         scene["group_rule"] = group_rule
         expected = _compute(decode_step, scene, torch.device("cpu"))
         for name in ("bulk_keys", "bulk_values"):
@@ -53,7 +56,10 @@ def find_decode_fault(
         if records is not None:
             tensor = scene["records"].tensor.masked_fill(~expected[0].any(dim=2, keepdim=True), NOTHING)
             scene["records"] = replace(scene["records"], tensor=tensor)
-        compute = functools.partial(_compute, kernel, scene, device, pinned=pinned, elsewhere=elsewhere)
+        flags, out, *counted = expected
+        expected = flags.expand(-1, -1, -1, queries), out.expand(-1, -1, queries, -1), *counted
+        asked = scene | {name: scene[name].repeat_interleave(queries, dim=axis) for name, axis in AXES.items()}
+        compute = functools.partial(_compute, kernel, asked, device, pinned=pinned, elsewhere=elsewhere)
         if (wrong := find_fault(compute, expected)) is not None:
             return wrong
     return None

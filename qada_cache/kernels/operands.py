@@ -75,6 +75,7 @@ class Rows:
     longest: int | None = field(init=False, default=None)  # length; None where to look would be to wait for the device
     longest_open: int = field(init=False, default=0)  # of these, outside of closed segments
     derived: Any = field(init=False, default=None, repr=False)  # a kernel's
+    split: dict[Any, "Rows"] = field(init=False, default_factory=dict, repr=False)  # `turn.py`'s: into single queries
 
     def __post_init__(self) -> None:
         (queries, self.columns), self.device = self.local.shape[2:], self.local.device
@@ -115,12 +116,6 @@ class Rows:
         of stored keys to stand for. Such a bulk is short, and is read."""
         pending = self.bulk_tokens - self.bulk_lengths.view(-1, 1, 1)
         return self.log_tokens.masked_fill((PENDING_SHARE * pending > self.bulk_tokens).unsqueeze(2), torch.inf)
-
-    @cached_property
-    def by_query(self) -> "Rows":
-        """One row's queries as rows of a query each; its bulk is that of all."""
-        local, pending = (mask.permute(2, 1, 0, 3) for mask in (self.local, self.pending))
-        return Rows(local, pending, self.bulk_tokens.permute(2, 0, 1), self.bulk_lengths, self.decided.permute(2, 0, 1))
 
 
 class Binding:
@@ -213,6 +208,9 @@ class Operands:
     # one is that of a resident head's records.
     resident_pointers: Tensor | None = None
     resident_hit_bytes: Tensor | None = None  # int64 `[]`, with them: takes needed bytes of residents instead
+    # int32 `[rows, kv_heads, 2 + capacity]`: takes needed bytes if no counter does, those of a head's sketch, of a head
+    # that is read whole without one, and of each token. Queries that share a row write the same.
+    marks: Tensor | None = None
     binding: Binding = field(default_factory=Binding)
 
     @property
@@ -232,7 +230,8 @@ class Operands:
 
 def check(query: Query, rows: Rows, layer: Operands, *, shares: bool = False) -> None:
     """Raise OperandError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a step,
-    one row's for all if it `shares` them. The last step's are known to be right; rows were checked when made."""
+    of which each row is that of several queries side by side if it `shares` them. The last step's are known to be
+    right; rows were checked when made."""
     if not (known := layer.binding.matches(query, layer)):
         _check_layer(query, layer, shares)
     batch = query.states.shape[0]
@@ -265,7 +264,7 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
     if queries != 1 or not kv_heads or heads % kv_heads:
         raise OperandError("query", describe(states), f"of one token and a multiple of {kv_heads} heads")
     shape = batch, kv_heads, heads // kv_heads, 1
-    held = 1 if shares and len(layer.near_keys) == 1 else batch
+    held = len(layer.near_keys) if shares and batch % max(1, len(layer.near_keys)) == 0 else batch
     fits = mass is not None and (mass.dtype, mass.device) == (torch.float32, device) and mass.is_contiguous()
     if mass is None or not fits or tuple(mass.shape) not in (shape, (1, *shape[1:])):
         found = None if mass is None else describe(mass)

@@ -3,20 +3,59 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from .operands import Operands, Query, Rows
 
 
-def attend_to_turn(kernel: Callable, query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
-    """What `kernel`, a `fused_decode` that takes such rows, computes of each query of one row's call.
+def attend_to_turn(
+    kernel: Callable, query: Query, rows: Rows, layer: Operands, at_once: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """What `kernel`, a `fused_decode` that takes such rows, computes of each query of a call: of `at_once` of a row's
+    at most, by default of all.
 
-    Returns `[1, heads, queries, value_dim]` in the query's dtype, and bool flags `[1, kv_heads, group, queries]`.
+    Returns `[batch, heads, queries, value_dim]` in the query's dtype, and bool flags `[batch, kv_heads, group,
+    queries]`.
     """
-    mass = query.log_bulk
+    batch, _, queries, _ = query.states.shape
+    blocks = -(-queries // (at_once or queries))
+    size = -(-queries // blocks)  # of every block, as a kernel is bound to it: the last one begins early enough
+    outs, flags = [], []
+    for start in range(0, blocks * size, size):
+        first = min(start, queries - size)
+        found = kernel(*_split(query, rows, slice(first, first + size)), layer)
+        out, flag = (part.unflatten(0, (batch, size))[:, start - first :] for part in found)
+        outs.append(out.squeeze(3))  # [batch, queries, heads, value_dim]
+        flags.append(flag.squeeze(4))  # [batch, queries, kv_heads, group]
+    if blocks > 1:
+        outs, flags = [torch.cat(outs, dim=1)], [torch.cat(flags, dim=1)]
+    return outs[0].transpose(1, 2), flags[0].permute(0, 2, 3, 1)
+
+
+def _split(query: Query, rows: Rows, block: slice) -> tuple[Query, Rows]:
+    """A block of each row's queries, and what they see, as rows of a query each: one row's side by side."""
+    batch, mass = len(query.states), query.log_bulk
     assert mass is not None
-    if mass.shape[3] > 1:  # [1, kv_heads, group, queries]
-        mass = mass.permute(3, 1, 2, 0).contiguous()
-    states = query.states.transpose(0, 2).contiguous()  # [queries, heads, 1, dim]
-    out, flags = kernel(replace(query, states=states, valid=None, log_bulk=mass), rows.by_query, layer)
-    return out.transpose(0, 2), flags.permute(3, 1, 2, 0)
+    states = query.states[:, :, block].transpose(1, 2).flatten(0, 1).unsqueeze(2).contiguous()
+    if mass.shape[3] > 1:  # [batch, kv_heads, group, queries]
+        mass = mass[..., block].permute(0, 3, 1, 2).flatten(0, 1).unsqueeze(3).contiguous()
+    key = batch, block.start, block.stop
+    if key not in rows.split:
+        rows.split[key] = _split_rows(rows, batch, block)
+    return replace(query, states=states, valid=None, log_bulk=mass), rows.split[key]
+
+
+def _split_rows(rows: Rows, batch: int, block: slice) -> Rows:
+    """One row's, if only one is there; its bulk is that of all of its queries."""
+    local, pending, tokens, lengths, decided = (
+        part if len(part) == batch else part.expand(batch, *part.shape[1:])
+        for part in (rows.local, rows.pending, rows.bulk_tokens, rows.bulk_lengths, rows.decided)
+    )
+    local, pending, tokens, decided = (
+        part[:, :, block].transpose(1, 2).flatten(0, 1).unsqueeze(2 if part.dim() > 3 else 1).contiguous()
+        for part in (local, pending, tokens, decided)
+    )
+    if batch > 1:
+        lengths = lengths.repeat_interleave(block.stop - block.start)
+    return Rows(local, pending, tokens, lengths, decided)

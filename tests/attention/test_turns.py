@@ -10,8 +10,8 @@ from models import prompt, tiny
 from torch import Tensor
 
 from qada_cache import QAdACache
-from qada_cache.attention import decode
 from qada_cache.kernels import query_adaptive
+from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.sketch import selection
 from qada_cache.sketch.codec import Sketch
 from qada_cache.versions import pass_cache
@@ -25,11 +25,11 @@ pytestmark = needs_compiler
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each call that the kernel computed."""
     found: list[int] = []
-    original = decode.attend_to_turn
+    original = compiled_decode.fused_turn
     monkeypatch.setattr(
-        decode,
-        "attend_to_turn",
-        lambda kernel, query, *given: found.append(query.states.shape[2]) or original(kernel, query, *given),
+        compiled_decode,
+        "fused_turn",
+        lambda query, *given: found.append(query.states.shape[2]) or original(query, *given),
     )
     return found
 

@@ -51,6 +51,8 @@ def main() -> None:
         (80, Step(64, 64, 7, torch.bfloat16, 40_000, 1.5, 4, options=count)),
         (89, Step(64, 64, 1, torch.float32, 2000, 1)),
         (89, Step(96, 80, 3, torch.bfloat16, 2000, 2, options=any_head)),
+        (80, Step(128, 128, 4, torch.bfloat16, 40_000, 1.5, options=count, queries=5)),
+        (90, Step(64, 64, 7, torch.bfloat16, 40_000, 1.5, 8, options=count, queries=112)),
     ]
     rest = [
         (80, Step(256, 256, 8, torch.float16, 2000, options=count | any_head)),
@@ -66,6 +68,9 @@ def main() -> None:
         (90, Step(128, 128, 8, torch.float16, 40_000, 1.5, 4, options=placed)),
         (80, Step(80, 80, 8, torch.bfloat16, 2000, 1.5, 8, options=any_head)),
         (80, Step(32, 32, 1, torch.float32, 2000, 2, 4)),
+        (90, Step(128, 128, 4, torch.bfloat16, 40_000, 1.5, 8, options=count, queries=2)),
+        (80, Step(96, 80, 3, torch.float16, 2000, 1.5, 8, options=count, queries=16)),
+        (80, Step(256, 256, 1, torch.bfloat16, 600, options=count, queries=3)),
     ]
     for capability, step in usual if few else rest:
         for recorder in step.record_launches():

@@ -5,6 +5,7 @@ The kernel is Triton's under its interpreter, or a stand-in of the reference tha
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,12 +20,15 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
 from qada_cache.kernels import choice, decode_trial, reference
+from qada_cache.kernels.operands import Query, Rows
 from qada_cache.sketch import MIN_TOKENS, Layout
 from qada_cache.sketch.coded import RecordLayout, Records
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as decode
+from qada_cache.kernels import turn
 from qada_cache.kernels.triton.kernels import INTERPRETED
+from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.versions import pass_cache
 
 CPU = torch.device("cpu")
@@ -92,6 +96,23 @@ def test_nothing_is_wrong_with_the_kernels(
     """By half of what is allowed."""
     monkeypatch.setattr(reference, "TOLERANCE", {dtype: within / 2 for dtype, within in reference.TOLERANCE.items()})
     assert decode_trial.find_decode_fault(decode.fused_decode, CPU, dtype, **SIZES | sizes) is None
+
+
+@interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # likewise
+def test_turns_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a kernel that takes them for other rows' is found out."""
+    assert decode_trial.find_decode_fault(fused_turn, CPU, torch.float32, **SIZES | CODED, queries=2) is None
+    split = turn._split
+
+    def mix(*given: Any) -> tuple[Query, Rows]:
+        query, rows = split(*given)
+        return replace(query, states=query.states[[0, 2, 4, 1, 3, 5]]), rows
+
+    monkeypatch.setattr(turn, "_split", mix)
+    decode_trial.find_decode_fault.cache_clear()
+    found = decode_trial.find_decode_fault(fused_turn, CPU, torch.float32, **SIZES, queries=2)
+    assert "is off by" in str(found)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])

@@ -12,6 +12,7 @@ from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, selection
 from ...sketch.coded import Records
 from .. import cpu, operands
 from ..operands import Operands, Query, check
+from ..turn import attend_to_turn
 from .library import check_size
 
 GROUP_RULES = {"head": 0, "any": 1}
@@ -75,10 +76,16 @@ def supports(
 
 def fused_decode(query: Query, rows: operands.Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.decode_step`, for the calls that `supports` admits."""
-    check(query, rows, layer, shares=True)
+    check(query, rows, layer, shares=len(layer.near_keys) == 1)
     if layer.binding.derived is None:
         layer.binding.derived = _Bound(query, layer)
     return layer.binding.derived.compute(query, rows)
+
+
+def fused_turn(query: Query, rows: operands.Rows, layer: Operands) -> tuple[Tensor, Tensor]:
+    """As `fused_decode`, of several queries of one row: `[1, heads, queries, value_dim]`, and bool flags `[1, kv_heads,
+    group, queries]`. A byte that several need counts once."""
+    return attend_to_turn(fused_decode, query, rows, layer)
 
 
 class _Bound:

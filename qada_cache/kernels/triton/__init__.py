@@ -129,10 +129,11 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     """Same contract as `decode_reference.decode_step`, for the calls that `choice.explain_unsupported` admits.
 
     Everything but the bulk buffers, and heads that lie elsewhere, lies on the query's device. The last dimension of the
-    buffers is contiguous. Nothing waits for the device. A captured graph can be replayed as long as the tensors stay
-    where they are, so until the bulk grows; lengths, masks and `log_bulk` may be written to in place.
+    buffers is contiguous. Each row of the layer may be that of several queries side by side, as in `turn.py`. Nothing
+    waits for the device. A captured graph can be replayed as long as the tensors stay where they are, so until the bulk
+    grows; lengths, masks and `log_bulk` may be written to in place.
     """
-    check(query, rows, layer)
+    check(query, rows, layer, shares=True)
     if layer.binding.derived is None:
         layer.binding.derived = _Bound(query, layer)
     return layer.binding.derived.compute(query, rows, layer)
@@ -147,6 +148,7 @@ class _Bound:
         (batch, heads, _, dim), (kv_heads, capacity) = states.shape, layer.bulk_keys.shape[1:3]
         sizes, selects = _find_sizes(query, layer), layer.token_threshold > 0
         group, value_dim = sizes["G"], sizes["V"]
+        self._turn = batch // len(layer.near_keys)  # rows of the query that share what one row holds
         queries = triton.next_power_of_2(group)
         scan = min(SCAN_TOKENS, SCAN_SCORES // queries)
         if records is not None:
@@ -229,38 +231,40 @@ class _Bound:
         sketch, records = layer.sketch if self._sketched else None, layer.records
         resident = layer.resident_pointers, layer.resident_hit_bytes
         coding = (None,) * len(CODING) if sketch is None else [getattr(sketch, name) for name in CODING]
-        # What may differ between steps of what Triton compiles for: strides of 1, residents, multiples of 16.
-        variant = (*strides[2:4], resident[0] is None, *[each.data_ptr() % 16 == 0 for each in (states, *given)])
+        marks, s_marks = layer.marks, None if layer.marks is None else layer.marks.stride(1)
+        # What may differ between steps of what Triton compiles for: strides of 1, residents, marks, multiples of 16.
+        aligned = [each.data_ptr() % 16 == 0 for each in (states, *given)]
+        variant = (*strides[2:4], resident[0] is None, marks is None, *aligned)
         with torch.cuda.device_of(states):  # Triton launches on the current device
             self._local.launch(
                 local_kernel, (*self._grid, self._near_programs), variant,
                 states, layer.near_keys, layer.near_values, *given, parts, lse, flags, out, done,
                 None if sketch is not None else layer.bulk_read_bytes,
                 None if sketch is None else layer.sketch_read_bytes, *resident, tokens, prepared, along, turned,
-                self._errors, *coding, None if records is None else records.weights,
-                *self._near_strides, *strides, rows.columns, *self._numbers,
+                self._errors, *coding, None if records is None else records.weights, marks,
+                *self._near_strides, *strides, s_marks, rows.columns, self._turn, *self._numbers,
             )  # fmt: skip
             if sketch is not None:
                 of_codes = prepared, sketch.codes, sketch.scales, sketch.units
                 self._estimate.launch(
                     estimate_kernel, (self._sums, *self._grid), variant,
                     *of_codes, lengths, tokens, shared("estimates"), shared("sums"),
-                    s_length, *self._sketch_strides, self._room,
+                    s_length, *self._sketch_strides, self._room, self._turn,
                 )  # fmt: skip
                 self._selected.launch(
                     selected_kernel, (self._splits, *self._grid), variant,
                     states, turned, *of_codes, layer.bulk_keys, layer.bulk_values,
                     None if records is None else records.tensor, lengths, *resident, layer.bulk_read_bytes, tokens,
                     flags, shared("estimates"), shared("sums"), shared("index"), parts, lse, shared("unread"),
-                    sketch.mean_value, along, out, done,
-                    *self._bulk_strides, s_length, *self._sketch_strides, self._room, self._record_room, self._sums,
-                    self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
+                    sketch.mean_value, along, out, done, marks,
+                    *self._bulk_strides, s_length, *self._sketch_strides, s_marks, self._room, self._record_room,
+                    self._sums, self._turn, self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
                 )  # fmt: skip
             elif self._splits:
                 self._bulk.launch(
                     bulk_kernel, (self._splits, *self._grid), variant,
                     states, layer.bulk_keys, layer.bulk_values, layer.resident_pointers, lengths, flags, parts, lse,
-                    out, done, *self._bulk_strides, s_length, self._scaling,
+                    out, done, *self._bulk_strides, s_length, self._turn, self._scaling,
                 )  # fmt: skip
         return out, flags
 

@@ -28,7 +28,7 @@ def count_rows(coded: int, terms: int) -> int:
 
 @triton.jit
 def prepare_segment(
-    p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment, first, scaling,
+    p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_held, i_segment, s_segment, first, scaling,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
     G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def prepare_segment(
     m_dim = o_dim < D
     m_query = (o_head < G)[:, None] & m_dim[None, :]
     p_query += (i_group * G + o_head)[:, None] * D
-    i_place = i_group * s_segment + i_segment
+    i_place = i_held * s_segment + i_segment
     b_query = tl.load(p_query + o_dim[None, :], mask=m_query, other=0.0).to(tl.float32)
     b_centre = tl.load(p_centres + i_place * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
     b_middle = tl.sum(b_query * b_centre[None, :], axis=1) * scaling
@@ -56,7 +56,7 @@ def prepare_segment(
     b_both, b_unit = round_queries(b_rotated, TERMS == 2)
     b_most = tl.where(o_dim < FIRST_TWO, 15, tl.where(o_dim < FIRST_ONE, 3, 1))[None, :]  # of the codes they meet
 
-    p_prepared += i_place * (ROWS * BLOCK_Q) + o_head
+    p_prepared += (i_group * s_segment + i_segment) * (ROWS * BLOCK_Q) + o_head
     o_row = tl.arange(0, BLOCK_D // 4)
     for term in tl.static_range(TERMS):
         p_term = p_prepared + term * (PLANES + 1 + NUMBERS) * BLOCK_Q
@@ -72,13 +72,13 @@ def prepare_segment(
 
 @triton.jit
 def store_along(
-    p_along, p_query, p_slopes, p_units, i_group, i_head,
+    p_along, p_query, p_slopes, p_units, i_group, i_held, i_head,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write what values gain along the `i_head`-th query, `slopes (slope_units q)`: `p_along` [query heads, V]."""
     o_value = tl.arange(0, BLOCK_V)
-    p_slopes += i_group * V * D + o_value[:, None] * D
-    p_units += i_group * D
+    p_slopes += i_held * V * D + o_value[:, None] * D
+    p_units += i_held * D
     i_query = i_group * G + i_head
     b_along = tl.zeros([BLOCK_V], tl.float32)
     for start in tl.static_range(0, D, SLOPE_COLUMNS):
@@ -147,10 +147,10 @@ def multiply_codes(
 
 
 # Without what Triton knows of multiples of 16, a lane keeps its tokens from the first load to the last store.
-@triton.jit(do_not_specialize=["s_codes", "s_head", "s_segment", "room"])
+@triton.jit(do_not_specialize=["s_codes", "s_head", "s_segment", "room"], do_not_specialize_on_alignment=["turn"])
 def estimate_kernel(
     p_prepared, p_codes, p_scales, p_units, p_lengths, p_tokens, p_estimates, p_sums,
-    s_length, s_codes, s_head, s_segment, room,
+    s_length, s_codes, s_head, s_segment, room, turn,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, TURN: tl.constexpr,
     G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -173,9 +173,10 @@ def estimate_kernel(
         return
     length = tl.load(p_lengths + i_row * s_length)
     segments = count_segments(length, SEGMENT, LAST)
-    p_codes += i_group * s_codes
-    p_scales += i_group * s_head
-    p_units += i_group * s_segment
+    i_held = ((i_row // turn) * tl.num_programs(1) + i_head).to(tl.int64)
+    p_codes += i_held * s_codes
+    p_scales += i_held * s_head
+    p_units += i_held * s_segment
     p_prepared += i_group * s_segment * (ROWS * BLOCK_Q)
     for first in range(0, G, BLOCK_H):
         o_head = first + tl.arange(0, BLOCK_H)
@@ -189,9 +190,9 @@ def estimate_kernel(
         b_square = tl.zeros([BLOCK_H, ACROSS], tl.float32)
         b_origin = tl.zeros([BLOCK_H], tl.float32)
         seen = 0
-        for turn in range(i_split * TURN, length, splits * TURN):
-            i_segment = tl.minimum(turn // SEGMENT, segments - 1)
-            o_tokens = turn + tl.arange(0, TURN)
+        for start in range(i_split * TURN, length, splits * TURN):
+            i_segment = tl.minimum(start // SEGMENT, segments - 1)
+            o_tokens = start + tl.arange(0, TURN)
             m_tokens = o_tokens < length
             p_rows = p_prepared + i_segment * (ROWS * BLOCK_Q) + o_head
             b_products = multiply_codes(
@@ -216,7 +217,7 @@ def estimate_kernel(
             b_ratio = tl.exp(-tl.abs(b_scores - b_max))  # of the lower to the higher one
             b_sum = tl.where(b_scores > b_max, b_sum * b_ratio + 1.0, b_sum + b_ratio)
             b_max = tl.maximum(b_max, b_scores)
-            seen += tl.minimum(length - turn, TURN).to(tl.int32)
+            seen += tl.minimum(length - start, TURN).to(tl.int32)
         b_highest = tl.max(b_max, axis=1)
         b_all = tl.sum(b_sum * tl.exp(b_max - b_highest[:, None]), axis=1)
         count = tl.cast(seen, tl.float32)
@@ -231,7 +232,8 @@ def estimate_kernel(
 
 @triton.jit
 def score_selected(
-    p_prepared, p_codes, p_scales, p_units, p_index, p_scores, i_group, s_codes, s_head, s_segment, room, count,
+    p_prepared, p_codes, p_scales, p_units, p_index, p_scores, i_group, i_held, s_codes, s_head, s_segment, room,
+    count,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
     G: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
@@ -240,9 +242,9 @@ def score_selected(
     WIDTH: tl.constexpr = max(LANES, BLOCK_Q)  # noqa: N806 - a compile-time constant
     TOKENS: tl.constexpr = WIDTH // BLOCK_Q  # noqa: N806 - a compile-time constant
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
-    p_codes += i_group * s_codes
-    p_scales += i_group * s_head
-    p_units += i_group * s_segment
+    p_codes += i_held * s_codes
+    p_scales += i_held * s_head
+    p_units += i_held * s_segment
     p_prepared += i_group * s_segment * (ROWS * BLOCK_Q)
     p_scores += i_group * G * room
     o_lane, o_term = tl.arange(0, WIDTH), tl.arange(0, 2)

@@ -4,6 +4,9 @@ Names: `b_` block of values, `p_` pointer, `i_` index, `o_` offsets, `m_` mask, 
 query heads of a group, `D` dim, `V` value_dim; `BLOCK_*` is the power of two that holds them. "Part" 0 of a head is the
 near buffer, the others are the splits of its bulk. The kernels that select tokens by a sketch are in
 `estimate_kernels.py` and `sketch_kernels.py`.
+
+Each row that is held stands for `turn` consecutive rows of a step, the queries of a turn: `i_group` is a group of the
+step, `i_held` the KV head that holds its tokens. Triton compiles a `turn` of 1 for itself, without a division.
 """
 
 import triton
@@ -30,17 +33,17 @@ INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are dec
 # Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens, or are 0
 # where all rows share one.
 @triton.jit(
-    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns", "min_tokens", "s_segment"],
-    do_not_specialize_on_alignment=["parts"],
+    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns", "min_tokens", "s_segment", "s_marks"],
+    do_not_specialize_on_alignment=["parts", "turn"],
 )
 def local_kernel(
     p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags, p_out,
     p_done, p_bulk_read_bytes, p_sketch_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_prepared,
     p_along, p_turned, p_errors, p_noise, p_variances, p_centres, p_order, p_weights, p_slopes, p_slope_units,
-    p_record_weights,
+    p_record_weights, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
-    s_local, s_pending, s_length, s_decided, s_log_bulk, columns, parts, scaling, logit_threshold, noise_limit,
-    noise_share, min_tokens, s_segment,
+    s_local, s_pending, s_length, s_decided, s_log_bulk, s_marks, columns, turn, parts, scaling, logit_threshold,
+    noise_limit, noise_share, min_tokens, s_segment,
     GROUP_RULE: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     SKETCH_TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr,
@@ -59,17 +62,22 @@ def local_kernel(
     of the sketch are counted where estimates are asked for. Meanwhile more programs, one a (KV head, row, segment),
     prepare its queries, whether or not anybody will ask: `p_prepared`. Behind them, one for each query head of a group
     writes `p_along`, and the first of these `p_turned` for records.
+
+    With `p_marks`, bytes of a KV head are written there instead of counted, as several rows may read the same:
+    `Operands.marks`.
     """
     TERMS: tl.constexpr = 1 if p_turned is None else 2  # noqa: N806 - a compile-time constant
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
+    i_held_row = (tl.program_id(1) // turn).to(tl.int64)
+    i_held = i_held_row * tl.num_programs(0) + i_head
     if p_prepared is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
         if tl.program_id(2) > 0:
             i_segment, length = tl.program_id(2) - 1, tl.load(p_lengths + i_row * s_length)
             if length >= MIN_TOKENS:
                 if i_segment >= s_segment:
                     along = i_segment - s_segment
-                    store_along(p_along, p_query, p_slopes, p_slope_units, i_group, along, G, D, V, BLOCK_V)
+                    store_along(p_along, p_query, p_slopes, p_slope_units, i_group, i_held, along, G, D, V, BLOCK_V)
                     if p_turned is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
                         if along == 0:
                             p_record_weights += i_head * D
@@ -79,8 +87,8 @@ def local_kernel(
                 elif i_segment < count_segments(length, SEGMENT, LAST):
                     for first in range(0, G, BLOCK_H):
                         prepare_segment(
-                            p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_segment, s_segment,
-                            first, scaling, FOURS, TWOS, ONES, TERMS, ROWS, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
+                            p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_held, i_segment,
+                            s_segment, first, scaling, FOURS, TWOS, ONES, TERMS, ROWS, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
                         )  # fmt: skip
             return
     o_head, o_block = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
@@ -88,8 +96,8 @@ def local_kernel(
     length, decided = tl.load(p_lengths + i_row * s_length), tl.load(p_decided + i_row * s_decided)
     b_bulk = tl.load(p_log_bulk + i_row * s_log_bulk + i_head * G + o_head, mask=m_head, other=0.0)
     b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
-    p_keys += i_row * s_key_row + i_head * s_key_head
-    p_values += i_row * s_value_row + i_head * s_value_head
+    p_keys += i_held_row * s_key_row + i_head * s_key_head
+    p_values += i_held_row * s_value_row + i_head * s_value_head
     p_local += i_row * s_local
     p_pending += i_row * s_pending
 
@@ -128,20 +136,25 @@ def local_kernel(
                 if tl.load(p_resident_pointers + 2 * i_group) != 0:
                     p_bulk_read_bytes = p_resident_hit_bytes
             tl.atomic_add(p_bulk_read_bytes, length * TOKEN_BYTES, sem="relaxed")
+        if p_marks is not None and p_tokens is None:
+            tl.store(p_marks + i_held * s_marks + 1, length * TOKEN_BYTES)
         if p_tokens is not None:
             b_unreliable = find_unreliable(
-                b_query, p_noise + i_group * D, p_variances + i_group * D, noise_limit, noise_share, D
+                b_query, p_noise + i_held * D, p_variances + i_held * D, noise_limit, noise_share, D
             )
             whole = tl.max((b_flags & b_unreliable).to(tl.int32), axis=0) == 1
             whole = whole | (length < min_tokens)
             tl.store(p_tokens + i_group, tl.where(whole, 0, bulk_tokens))
-            if p_sketch_read_bytes is not None:
+            if p_sketch_read_bytes is not None or p_marks is not None:
                 estimated = ~whole
                 if p_turned is not None:
                     estimated = estimated | (count_closed(length, SEGMENT, LAST, MIN_TOKENS) > 0)
                 sketch_bytes = length * SKETCH_TOKEN_BYTES + HEAD_BYTES
                 sketch_bytes += count_segments(length, SEGMENT, LAST) * SEGMENT_BYTES
-                tl.atomic_add(p_sketch_read_bytes, tl.where(estimated, sketch_bytes, 0), sem="relaxed")
+                if p_marks is None:
+                    tl.atomic_add(p_sketch_read_bytes, tl.where(estimated, sketch_bytes, 0), sem="relaxed")
+                else:
+                    tl.store(p_marks + i_held * s_marks, sketch_bytes, mask=estimated)
     elif p_tokens is not None:
         tl.store(p_tokens + i_group, -1)
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, V)
@@ -152,10 +165,10 @@ def local_kernel(
     tl.store(p_done + i_group, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["turn"])
 def bulk_kernel(
     p_query, p_keys, p_values, p_resident_pointers, p_lengths, p_flags, p_parts, p_lse, p_out, p_done,
-    s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, scaling,
+    s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, turn, scaling,
     BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -178,8 +191,9 @@ def bulk_kernel(
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     first = i_split * share
     last = tl.minimum(first + share, length)
-    p_keys += i_row * s_key_row + i_head * s_key_head
-    p_values += i_row * s_value_row + i_head * s_value_head
+    i_held_row = (tl.program_id(2) // turn).to(tl.int64)
+    p_keys += i_held_row * s_key_row + i_head * s_key_head
+    p_values += i_held_row * s_value_row + i_head * s_value_head
     if p_resident_pointers is not None:
         p_keys, p_values = resolve_pointer(p_keys, key_place), resolve_pointer(p_values, value_place)
     b_max, b_sum, b_out = attend_tokens(

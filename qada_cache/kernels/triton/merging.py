@@ -45,9 +45,9 @@ def merge_heads(
     of `splits` parts of the bulk. Of the others `local_kernel` has written the output.
 
     With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times,
-    with the value of `sketch.selection.estimate_unread`; `p_along` is `store_along`'s, and `p_sums` is of `sums`
-    splits. They hold nothing unless scores were `estimated`. With `TURNED`, parts of the bulk are rotated in blocks of
-    so many channels.
+    with the value of `sketch.selection.estimate_unread`; `p_mean` is the KV head's, `p_along` is `store_along`'s, and
+    `p_sums` is of `sums` splits. They hold nothing unless scores were `estimated`. With `TURNED`, parts of the bulk are
+    rotated in blocks of so many channels.
     """
     o_head, o_split, o_dim = first + tl.arange(0, HEADS), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
     m_head, m_dim = o_head < G, o_dim < V
@@ -67,7 +67,7 @@ def merge_heads(
         p_own = p_unread + i_group * G * 2 * splits + (o_head[:, None] * 2 * splits + o_split[None, :])
         b_unread = tl.load(p_own, mask=m_split, other=float("-inf"))
         b_score = tl.load(p_own + splits, mask=m_split, other=0.0)
-        b_mean = tl.load(p_mean + i_group * V + o_dim, mask=m_dim & estimated, other=0.0)
+        b_mean = tl.load(p_mean + o_dim, mask=m_dim & estimated, other=0.0)
         b_along = tl.load(p_along + i_group * G * V + o_value, mask=m_value & estimated, other=0.0)
         p_sums += i_group * G * 4 * sums
         b_lift = scaling * tilt(p_sums, o_head, m_head & estimated, sums, b_unread, b_score, BLOCK_E)

@@ -17,13 +17,16 @@ from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_closed
 
 
-@triton.jit(do_not_specialize=["record_room", "s_codes", "s_head", "s_segment", "sums"])  # they grow with the bulk
+@triton.jit(
+    do_not_specialize=["record_room", "s_codes", "s_head", "s_segment", "sums", "s_marks"],  # they grow with the bulk
+    do_not_specialize_on_alignment=["turn"],
+)
 def selected_kernel(
     p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_lengths,
     p_resident_pointers, p_resident_hit_bytes, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums, p_index,
-    p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done,
+    p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
-    s_codes, s_head, s_segment, room, record_room, sums, scaling, log_threshold, unread_weight,
+    s_codes, s_head, s_segment, s_marks, room, record_room, sums, turn, scaling, log_threshold, unread_weight,
     BLOCK_S: tl.constexpr, RUN: tl.constexpr, SCAN_STAGES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
@@ -40,7 +43,8 @@ def selected_kernel(
     `BLOCK_S` tokens are looked at together, in runs of `RUN`; `p_sums` is of `sums` splits.
 
     `p_unread` `[query heads, 2, splits]` takes, of the estimates of the split's other tokens, the log of the sum of
-    exponentials, and the mean that these weigh. The last program of a group merges its parts.
+    exponentials, and the mean that these weigh. The last program of a group merges its parts. With `p_marks`, bytes of
+    a token are written there instead of counted: `Operands.marks`.
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -63,6 +67,8 @@ def selected_kernel(
         value_place = tl.load(p_resident_pointers + 2 * i_group + 1)
     if tl.max(b_flags.to(tl.int32), axis=0) == 0:
         return
+    i_held_row = (tl.program_id(2) // turn).to(tl.int64)
+    i_held = i_held_row * tl.num_programs(1) + i_head
     closed = count_closed(length, SEGMENT, LAST, MIN_TOKENS)
 
     b_score_cut = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of selected tokens
@@ -91,6 +97,9 @@ def selected_kernel(
         tl.store(p_index + o_index, o_tokens, mask=b_selected == 1)
         selected += tl.sum(b_selected, axis=0)
         recorded += tl.sum(tl.where(o_tokens < closed, b_selected, 0), axis=0)
+        if p_marks is not None:
+            b_bytes = tl.where(o_tokens < (0 if p_records is None else closed), RECORD, TOKEN_BYTES)
+            tl.store(p_marks + i_held * s_marks + 1 + o_tokens, b_bytes, mask=b_selected == 1)
         b_left = tl.where(m_read & (b_selected == 0)[None, :], b_scores, float("-inf"))
         b_new = tl.maximum(b_high, b_left)
         b_decay, b_gain = tl.exp(b_high - b_new), tl.exp(b_left - b_new)
@@ -116,8 +125,8 @@ def selected_kernel(
             tl.atomic_add(p_stored_read_bytes, tl.cast(recorded, tl.int64) * RECORD, sem="relaxed")
             tl.atomic_add(p_bulk_read_bytes, tl.cast(selected - recorded, tl.int64) * TOKEN_BYTES, sem="relaxed")
 
-    p_keys += i_row * s_key_row + i_head * s_key_head
-    p_values += i_row * s_value_row + i_head * s_value_head
+    p_keys += i_held_row * s_key_row + i_head * s_key_head
+    p_values += i_held_row * s_value_row + i_head * s_value_head
     if p_records is None:
         recorded, closed = 0, 0
         if p_resident_pointers is not None:
@@ -131,11 +140,11 @@ def selected_kernel(
             b_out = rotate(b_out, TURNED)
         if recorded > 0:
             score_selected(
-                p_prepared, p_codes, p_scales, p_units, p_index, p_estimates, i_group, s_codes, s_head, s_segment,
-                room, recorded, FOURS, TWOS, ONES, ROWS, SEGMENT, G, BLOCK_Q,
+                p_prepared, p_codes, p_scales, p_units, p_index, p_estimates, i_group, i_held, s_codes, s_head,
+                s_segment, room, recorded, FOURS, TWOS, ONES, ROWS, SEGMENT, G, BLOCK_Q,
             )  # fmt: skip
             tl.debug_barrier()  # likewise
-            p_records += i_group * record_room * RECORD
+            p_records += i_held * record_room * RECORD
             if p_resident_pointers is not None:
                 p_records = resolve_pointer(p_records, key_place)
             b_max, b_sum, b_out = attend_records(
@@ -145,7 +154,7 @@ def selected_kernel(
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
     if is_last(p_done, i_group):
         merge_group(
-            p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, splits, sums,
+            p_parts, p_lse, p_flags, p_unread, p_sums, p_mean + i_held * V, p_along, p_out, i_group, splits, sums,
             bulk_tokens > 0, scaling, unread_weight, G, V, BLOCK_V, BLOCK_Q, BLOCK_P, BLOCK_E, PARTS, MERGE_STAGES,
             TURNED,
         )  # fmt: skip

@@ -1,0 +1,34 @@
+"""The tokens of a short turn, or of a draft, by the kernels of a decode step, without a word between host and device.
+
+Every query decides, selects and reads for itself, so what several need is read several times. It counts once: kernels
+write the bytes of a token, or of a head's sketch, to one place for all queries, and these are summed afterwards. So
+many queries are computed at once that their estimates are `BLOCK_SCORES` at most.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..operands import Operands, Query, Rows
+from ..query_adaptive import BLOCK_SCORES
+from ..turn import attend_to_turn
+from . import fused_decode
+
+
+def fused_turn(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
+    """As `fused_decode`, of several queries a row: `[batch, heads, queries, value_dim]`, and bool flags `[batch,
+    kv_heads, group, queries]`. No head may lie elsewhere."""
+    (batch, heads), tokens = query.states.shape[:2], layer.bulk_keys.shape[2]
+    if layer.sketch is not None:
+        tokens = layer.sketch.scales.shape[2]
+    shape, device = (batch, layer.kv_heads, 2 + tokens), query.states.device
+    marks = torch.zeros(shape, dtype=torch.int32, device=device)
+    at_once = max(1, BLOCK_SCORES // max(1, batch * heads * tokens))
+    marking = replace(layer, marks=marks, bulk_read_bytes=None, sketch_read_bytes=None)
+    found = attend_to_turn(fused_decode, query, rows, marking, at_once)
+    if layer.sketch_read_bytes is not None:
+        layer.sketch_read_bytes += marks[:, :, 0].sum()
+    if layer.bulk_read_bytes is not None:
+        layer.bulk_read_bytes += marks[:, :, 1:].sum()
+    return found
