@@ -59,6 +59,7 @@ tables/bits/trials.csv:  # interrupted after 7 needles
 tables/bits/trials-bfloat16.csv:
 	$(EVAL).trials --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 3 $(OUT)
 	$(EVAL).trials --model $(QWEN) --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 2 $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --bits 8 4 --dtype bfloat16 --lengths 16384 --documents 1 $(OUT)
 
 tables/prefill/trials.csv:  # interrupted after a document of prose
 	$(EVAL).trials --prefill 0 4.4 12 30 --bits 8 --documents 4 $(OUT)
@@ -66,9 +67,12 @@ tables/prefill/trials.csv:  # interrupted after a document of prose
 
 tables/prefill/trials-bfloat16.csv:  # interrupted after four documents
 	$(EVAL).trials --dtype bfloat16 $(SELECTED) --bits 8 4 --tasks $(NEEDLES) --lengths 4096 --documents 5 $(OUT)
+	$(EVAL).trials --dtype bfloat16 --prefill 0 12 --bits 8 --tasks prose code chat --lengths 4096 --documents 2 $(OUT)
 
 tables/prefill/trials-qwen2.5-coder-0.5b.csv:  # interrupted after a document, and two of 8 bits and a sparse question
 	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --bits 8 4 --tasks $(NEEDLES) --lengths 4096 --documents 5 $(OUT)
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --bits 8 --tasks prose_niah --lengths 16384 --documents 1 $(OUT)
+	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 12 --bits 8 --tasks prose code chat --lengths 4096 --documents 1 $(OUT)
 
 tables/prefill/ruler-smollm2.csv:
 	$(EVAL).sweep $(FEW_BITS) --prefill 0 12 --bits 8 --limit 2 $(OUT)

@@ -18,6 +18,7 @@ from ..storage.reading import update_residency
 from .by_torch import attend_by_torch
 
 TURN_TOKENS = 512  # more, where the window is as long, are matrices enough for torch
+BUS_TOKENS = 16  # more, of an offloaded bulk, would bring over the bus again and again what torch brings once
 
 
 def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tensor:
@@ -54,13 +55,13 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
 def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
     """Whether kernels for single tokens are to compute several `[batch, heads, queries, dim]`. Heads that are read
     whole are read once for all tokens by torch, and by these once for each, so only if tokens are selected. The CPU's
-    takes one row, Triton's find no residents."""
+    takes one row; Triton's find no residents, and every token reads for itself."""
     options = layer.options
     if store.sketch is None or states.shape[2] > TURN_TOKENS or options.kernels == "torch":
         return False
     if states.is_cpu and options.kernels == "auto":
         return len(states) == 1
-    return not (store.bulk.offloaded and options.device_budget)
+    return not store.bulk.offloaded or (not options.device_budget and states.shape[2] <= BUS_TOKENS)
 
 
 def find_step(layer: QAdALayer, store: TokenStore, states: Tensor, by_kernel: bool) -> tuple[Callable | None, Operands]:

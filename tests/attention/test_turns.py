@@ -1,6 +1,7 @@
 """Several tokens in one call, by the kernel for single ones: a short turn, or a draft."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from models import prompt, tiny
 from torch import Tensor
 
 from qada_cache import QAdACache
+from qada_cache.attention.decode import BUS_TOKENS, takes_turns
 from qada_cache.kernels import query_adaptive
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.sketch import selection
@@ -136,3 +138,14 @@ def test_what_torch_computes(turns: list[int]) -> None:
     cache.batch_repeat_interleave(2)
     model(ids[:, HELD:].repeat(2, 1), **pass_cache(cache))
     assert not turns
+
+
+@pytest.mark.parametrize(
+    ("tokens", "offloaded", "budget", "taken"),
+    [(112, False, 0, True), (BUS_TOKENS, True, 0, True), (BUS_TOKENS + 1, True, 0, False), (2, True, 1, False)],
+)
+def test_on_an_accelerator(tokens: int, offloaded: bool, budget: int, taken: bool) -> None:
+    """A long turn would bring the same tokens of an offloaded bulk over the bus again and again."""
+    layer: Any = SimpleNamespace(options=SimpleNamespace(kernels="auto", device_budget=budget))
+    store: Any = SimpleNamespace(sketch=object(), bulk=SimpleNamespace(offloaded=offloaded))
+    assert takes_turns(layer, store, torch.empty(3, 4, tokens, 16, device="meta")) == taken
