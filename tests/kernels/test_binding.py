@@ -211,7 +211,7 @@ def test_sizes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         _fields_ = (("more", compiled_decode.ctypes.c_int64),)
 
     monkeypatch.setattr(compiled_decode, "Decode", Longer)
-    with pytest.raises(RuntimeError, match=r"decide\.h has a Decode of"):
+    with pytest.raises(RuntimeError, match=r"attention\.cpp has a Longer of"):
         compiled_decode.fused_decode(*step_of(**arguments()))
 
 
