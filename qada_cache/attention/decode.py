@@ -55,13 +55,13 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
 def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
     """Whether kernels for single tokens are to compute several `[batch, heads, queries, dim]`. Heads that are read
     whole are read once for all tokens by torch, and by these once for each, so only if tokens are selected. The CPU's
-    takes one row; Triton's find no residents, and every token reads for itself."""
+    takes one row; by Triton's every token reads for itself, and where the bulk lies, whatever residents there are."""
     options = layer.options
     if store.sketch is None or states.shape[2] > TURN_TOKENS or options.kernels == "torch":
         return False
     if states.is_cpu and options.kernels == "auto":
         return len(states) == 1
-    return not store.bulk.offloaded or (not options.device_budget and states.shape[2] <= BUS_TOKENS)
+    return not store.bulk.offloaded or states.shape[2] <= BUS_TOKENS
 
 
 def find_step(layer: QAdALayer, store: TokenStore, states: Tensor, by_kernel: bool) -> tuple[Callable | None, Operands]:
@@ -76,7 +76,7 @@ def find_step(layer: QAdALayer, store: TokenStore, states: Tensor, by_kernel: bo
     kernel, operands = known[2:]
     if kernel is not None and store.bulk.offloaded:
         store.bulk.find_in_place()  # its copies to the host may be under way
-        if layer.options.device_budget:
+        if layer.options.device_budget and states.shape[2] == 1:
             operands.resident_pointers = store.bulk.residents.find_pointers(store.bulk.stored)
     return kernel, operands
 

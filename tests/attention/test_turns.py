@@ -141,11 +141,10 @@ def test_what_torch_computes(turns: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "offloaded", "budget", "taken"),
-    [(112, False, 0, True), (BUS_TOKENS, True, 0, True), (BUS_TOKENS + 1, True, 0, False), (2, True, 1, False)],
+    ("tokens", "offloaded", "taken"), [(112, False, True), (BUS_TOKENS, True, True), (BUS_TOKENS + 1, True, False)]
 )
-def test_on_an_accelerator(tokens: int, offloaded: bool, budget: int, taken: bool) -> None:
+def test_on_an_accelerator(tokens: int, offloaded: bool, taken: bool) -> None:
     """A long turn would bring the same tokens of an offloaded bulk over the bus again and again."""
-    layer: Any = SimpleNamespace(options=SimpleNamespace(kernels="auto", device_budget=budget))
+    layer: Any = SimpleNamespace(options=SimpleNamespace(kernels="auto"))
     store: Any = SimpleNamespace(sketch=object(), bulk=SimpleNamespace(offloaded=offloaded))
     assert takes_turns(layer, store, torch.empty(3, 4, tokens, 16, device="meta")) == taken
