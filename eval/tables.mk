@@ -168,6 +168,9 @@ tables/bfloat16/first_token-smollm2-cpu.csv:
 tables/bfloat16/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).first_token --model $(QWEN) --tokens 4096 8192 16384 32768 --prefill 12 --rounds 1 $(INTO)
 
+tables/alone/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
+	$(EVAL).first_token --model $(QWEN) --tokens 16384 --prefill 12 --rounds 1 $(INTO)
+
 tables/turns-smollm2-cpu.csv:
 	$(EVAL).turns --model smollm2 --tokens 4000 --turns 4 16 64 112 128 512 $(INTO)
 
