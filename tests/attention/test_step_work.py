@@ -18,6 +18,7 @@ import torch
 from compilers import needs_compiler
 from devices import KIND, DeviceTensor, devices
 from models import SMALL, prompt, tiny
+from operations import Operations
 from small_sketch import small_sketch
 from stand_in import accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,29 +95,17 @@ def test_python_work_does_not_grow_with_the_context(
     assert sum(made[0].values()) > 100
 
 
-class Launches(TorchDispatchMode):
-    """How often each operation was called that computes something: on a GPU, what is launched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not function.is_view:
-            self.made[str(function)] += 1
-        return function(*args, **kwargs or {})
-
-
 def launches(model: PreTrainedModel, tokens: int, **options: Any) -> Counter[str]:
-    """What one decoded token takes after a prompt of so many."""
+    """How often each operation that computes something is called for a token decoded after a prompt of so many: on a
+    GPU, what is launched."""
     cache = QAdACache(model, moments="current", **options)
     ids = prompt(tokens)[0]
     model(ids, **pass_cache(cache), logits_to_keep=1)
     model(ids[:, :1], **pass_cache(cache))
-    with Launches() as seen:
+    with Operations() as seen:
         model(ids[:, :1], **pass_cache(cache))
     assert not cache.stats().kv_local_share.any()
-    return seen.made
+    return Counter(str(each) for each in seen.called if not each.is_view)
 
 
 @pytest.mark.parametrize(("offloaded", "operators"), [(True, True), (False, False)])

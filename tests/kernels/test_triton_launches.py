@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from decode_scene import Scene, step_of
+from operations import Operations
 from record_scene import RecordScene
 from small_sketch import small_sketch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from test_triton import interpreter
@@ -40,18 +40,6 @@ def make_arguments(scene: Scene, **decision: Any) -> dict[str, Any]:
     if isinstance(scene, RecordScene):
         made |= scene.record_arguments("cpu")
     return made
-
-
-class Operations(TorchDispatchMode):
-    """Names of torch's operations, views included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +75,7 @@ def test_what_a_step_launches_and_allocates(
     with Operations() as found:
         triton_decode.fused_decode(*call)
     assert launched == 2 * expected
-    assert found.names == ["aten.new_empty.default"] * 2
+    assert list(map(str, found.called)) == ["aten.new_empty.default"] * 2
 
 
 @interpreter
