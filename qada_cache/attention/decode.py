@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from ..storage.reading import update_residency
 from .by_torch import attend_by_torch
 
 TURN_TOKENS = 512  # more, where the window is as long, are matrices enough for torch
-BUS_TOKENS = 16  # more, of an offloaded bulk, would bring over the bus again and again what torch brings once
+# More, of an offloaded bulk, would bring over the bus again and again what torch brings once. Not timed.
+BUS_TOKENS = 16
 
 
 def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tensor:
@@ -64,19 +65,30 @@ def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
     return not store.bulk.offloaded or states.shape[2] <= BUS_TOKENS
 
 
+class KnownStep(NamedTuple):
+    """What `find_step` found, and what that follows from."""
+
+    facts: tuple[Any, ...]
+    parts: tuple[object, ...]
+    queries: int  # of each row
+    kernel: Callable | None
+    operands: Operands
+
+
 def find_step(layer: QAdALayer, store: TokenStore, states: Tensor, by_kernel: bool) -> tuple[Callable | None, Operands]:
     """The kernel for queries `[batch, heads, queries, dim]`, None if torch computes them, as it does unless `by_kernel`
     is allowed; and the operands. They are made anew when anything that they follow from is another."""
     facts = by_kernel, store.selects, states.shape, states.dtype, states.device, weakref.ref(layer.options)
-    known = layer.last_step.known
-    if known is None or known[0] != facts or not all(map(is_, known[1], _list_parts(layer, store))):
+    known: KnownStep | None = layer.last_step.known
+    if known is None or known.facts != facts or not all(map(is_, known.parts, _list_parts(layer, store))):
         kernel = find_kernel(layer, store, states) if by_kernel else None
         operands = find_operands(layer, store, by_kernel=kernel is not None)
-        layer.last_step.known = known = facts, _list_parts(layer, store), kernel, operands
-    kernel, operands = known[2:]
+        known = KnownStep(facts, _list_parts(layer, store), states.shape[2], kernel, operands)
+        layer.last_step.known = known
+    kernel, operands = known.kernel, known.operands
     if kernel is not None and store.bulk.offloaded:
         store.bulk.find_in_place()  # its copies to the host may be under way
-        if layer.options.device_budget and states.shape[2] == 1:
+        if layer.options.device_budget and known.queries == 1:
             operands.resident_pointers = store.bulk.residents.find_pointers(store.bulk.stored)
     return kernel, operands
 

@@ -45,11 +45,10 @@ class Step:
 
     @property
     def bound(self) -> list[Any]:
-        """The operands of all layers' kernels, weakly; empty, if torch computes one, or their last step had
-        several tokens."""
+        """The operands of all layers' kernels, weakly; empty, if torch computes one, or if it was a turn."""
         known = [layer.last_step.known for layer in self.layers]
-        served = all(each is not None and each[2] is not None and each[0][2][2] == 1 for each in known)
-        return [weakref.ref(each[3]) for each in known] if served else []
+        served = all(each is not None and each.kernel is not None and each.queries == 1 for each in known)
+        return [weakref.ref(each.operands) for each in known] if served else []
 
     @contextlib.contextmanager
     def use(self, places: "Places") -> Iterator[None]:
