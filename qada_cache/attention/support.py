@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..criterion import StaticHeads
 from ..kernels import cpu
-from ..kernels.cpu.library import has_compiler
+from ..kernels.cpu.building import has_compiler
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
 from ..key_moments.prompts import PROMPTS

@@ -20,7 +20,7 @@ from qada_cache import PrefixStore, QAdACache
 from qada_cache.attention import support
 from qada_cache.files import private_map
 from qada_cache.kernels import choice
-from qada_cache.kernels.cpu import compiled_decode, library
+from qada_cache.kernels.cpu import building, compiled_decode
 from qada_cache.serving.memory import estimate_bytes
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.coded_bulk import CodedBulk
@@ -378,7 +378,7 @@ def test_a_crop_under_autocast_decodes_alike() -> None:
 @pytest.mark.usefixtures("default_bits")
 def test_without_a_compiler_none_is_16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 2, 8))
-    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
     assert QAdACache(tiny(), moments="current").options.bulk_bits == 16
 
 

@@ -18,7 +18,7 @@ from open_to_others import OPEN_TO_OTHERS, link_away
 
 from qada_cache import QAdACache
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import library
+from qada_cache.kernels.cpu import building
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def quick_builds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A process that has loaded no kernel, and that builds them quickly."""
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
     # By a name of every test's own, as a process loads what goes by one name once.
-    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
 
 
 held: list[int] = []  # open files

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import decoding, library, prompt, selected_prompt
+from qada_cache.kernels.cpu import building, decoding, prompt, selected_prompt
 from qada_cache.sketch.coded import RecordLayout
 
 # Element, dimensions, queries, and bits of a bulk.
@@ -40,8 +40,8 @@ def main() -> int:
 
 def is_clean(source: Path, sizes: tuple[str, ...], processor: str) -> bool:
     """Whether `source` compiles without a warning."""
-    flags = [flag for flag in library.FLAGS if flag not in ("-w", "-march=native", "-shared", "-O3")]
-    command = [library.find_compiler(), *flags, "-O1", f"-march={processor}", *WARNINGS, *UNWARNED.get(processor, ())]
+    flags = [flag for flag in building.FLAGS if flag not in ("-w", "-march=native", "-shared", "-O3")]
+    command = [building.find_compiler(), *flags, "-O1", f"-march={processor}", *WARNINGS, *UNWARNED.get(processor, ())]
     done = subprocess.run([*command, *sizes, "-c", str(source), "-o", "/dev/null"], check=False)
     print(source.name, processor, *sizes, "failed" if done.returncode else "is clean", flush=True)
     return not done.returncode

@@ -2,13 +2,13 @@
 
 import pytest
 
-from qada_cache.kernels.cpu import library
+from qada_cache.kernels.cpu import building
 
 
 def compiler() -> str | None:
     """The one that would be used."""
     try:
-        return library.find_compiler()
+        return building.find_compiler()
     except OSError:
         return None
 

@@ -20,7 +20,7 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import kernels
 from qada_cache.kernels import cpu, reference
-from qada_cache.kernels.cpu import compiled_decode, library
+from qada_cache.kernels.cpu import building, compiled_decode
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
 SIZES = [
@@ -222,13 +222,13 @@ def without_kernel(caplog: pytest.LogCaptureFixture) -> str:
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(library.sys, "platform", "linux")
+    monkeypatch.setattr(building.sys, "platform", "linux")
     assert "there is no C++ compiler" in without_kernel(caplog)
 
 
 @pytest.mark.usefixtures("fresh")
 def test_on_another_system(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(library.sys, "platform", "darwin")
+    monkeypatch.setattr(building.sys, "platform", "darwin")
     assert "it is built on Linux only, not on darwin" in without_kernel(caplog)
 
 

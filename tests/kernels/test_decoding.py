@@ -11,7 +11,7 @@ from models import prompt, tiny
 from test_instruction_sets import SETS, supported
 
 from qada_cache import QAdACache
-from qada_cache.kernels.cpu import decoding, library
+from qada_cache.kernels.cpu import building, decoding
 from qada_cache.sketch import Layout, count_closed
 from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import RecordLayout, code_tokens, estimate_keys, find_query_weights
@@ -26,7 +26,7 @@ pytestmark = needs_compiler
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
         pytest.skip("the processor cannot run it")
-    monkeypatch.setattr(library, "FLAGS", tuple(f.replace("native", request.param) for f in library.FLAGS))
+    monkeypatch.setattr(building, "FLAGS", tuple(f.replace("native", request.param) for f in building.FLAGS))
     decoding.build_decoder.cache_clear()
     yield
     decoding.build_decoder.cache_clear()
@@ -95,7 +95,7 @@ def test_long_turns_are_those_of_torch(bits: int, monkeypatch: pytest.MonkeyPatc
 
 def test_what_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing can be built there is one warning and no error."""
-    monkeypatch.setattr(library, "find_compiler", lambda: "/no/compiler")
+    monkeypatch.setattr(building, "find_compiler", lambda: "/no/compiler")
     decoding.build_decoder.cache_clear()
     layout = RecordLayout.from_bits(64, 64, 8)
     assert layout is not None

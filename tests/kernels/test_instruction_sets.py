@@ -13,7 +13,7 @@ from test_selected_tokens import test_what_is_not_finite_shows as check_what_is_
 from test_triton import COMPILED, needs_compiler
 
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import library
+from qada_cache.kernels.cpu import building
 
 SETS = {"x86-64": set(), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
 
@@ -32,8 +32,8 @@ def supported() -> set[str]:
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
         pytest.skip("the processor cannot run it")
-    flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in library.FLAGS]
-    monkeypatch.setattr(library, "FLAGS", tuple(flags))
+    flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in building.FLAGS]
+    monkeypatch.setattr(building, "FLAGS", tuple(flags))
     cpu.build.cache_clear()
     yield
     cpu.build.cache_clear()

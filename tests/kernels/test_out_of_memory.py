@@ -16,7 +16,7 @@ from test_selected_tokens import BULK, small  # noqa: F401 - a fixture
 from torch import Tensor
 
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import compiled_decode, library
+from qada_cache.kernels.cpu import building, compiled_decode
 
 ALLOCATOR = """
 #include <atomic>
@@ -41,7 +41,7 @@ def fail_after(
     """Kernels are built with an allocator that fails after so many allocations."""
     header = tmp_path / "allocator.h"
     header.write_text(ALLOCATOR)
-    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from qada_cache.attention import exact as attention
 from qada_cache.attention.exact import attend_to_prompt
 from qada_cache.kernels import partial_attention
-from qada_cache.kernels.cpu import library, prompt
+from qada_cache.kernels.cpu import building, prompt
 from qada_cache.kernels.operands import Query
 from qada_cache.versions import pass_cache
 
@@ -165,7 +165,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise subprocess.SubprocessError("no compiler")
 
     call = tensors(100, 100, 64, 64)
-    monkeypatch.setattr(library, "_load", fails)
+    monkeypatch.setattr(building, "_load", fails)
     prompt.build.cache_clear()
     assert not prompt.serves(*call, causal=True)
     assert not prompt.serves(*call, causal=False)

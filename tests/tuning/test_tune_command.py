@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from qada_cache import QAdACache, tuning
 from qada_cache.__main__ import main
-from qada_cache.kernels.cpu import library
+from qada_cache.kernels.cpu import building
 from qada_cache.key_moments.prompts import ARTICLE
 from qada_cache.tuning import prompts
 from qada_cache.tuning.measuring import Figures, Piece
@@ -133,7 +133,7 @@ def test_no_threshold_for_prompts_leaves_the_rest(
     assert (options.token_threshold, options.prefill_threshold, options.tuned) == (1.0, 0.0, True)
 
 
-@pytest.mark.skipif(not library.has_compiler(), reason="without a compiler the default bulk has 16 bits")
+@pytest.mark.skipif(not building.has_compiler(), reason="without a compiler the default bulk has 16 bits")
 def test_the_choice_is_tried_in_four_bits(
     named: tuple[str, str], home: Path, default_bits: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """Kernels in C++, for CPUs: `attention.cpp` built for each shape when it is first met, and partial attention by it.
 
-Building takes a second and a C++ compiler; the library is kept in the user's cache folder. Without a compiler, or if it
-fails, torch's own kernel serves, at a fraction of the memory's speed.
+Building (`building.py`) takes a second and a C++ compiler. Without one, or if it fails, torch's own kernel serves, at a
+fraction of the memory's speed.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...sketch import HADAMARD, WORD_BITS, codec, selection
 from ...sketch.coded import RecordLayout
-from .library import build_library, check_memory
+from .building import build_library, check_memory
 
 MIN_TOKENS = 1024  # fewer keys are not worth a build
 MAX_QUERIES = 16  # a power of two; more are compute enough for torch's kernel, which multiplies matrices
@@ -87,8 +87,8 @@ def build(
     """The kernels for these sizes, and bulks of such records, built if need be; None, with one warning, if they cannot
     be built."""
     macros = define(ELEMENTS[dtype], dim, value_dim, queries, records)
-    what = "the fast attention kernel for CPUs could not be built, torch's slower one serves"
-    if (kernels := build_library(SOURCE, macros, what)) is None:
+    warning = "the fast attention kernel for CPUs could not be built, torch's slower one serves"
+    if (kernels := build_library(SOURCE, macros, warning)) is None:
         return None
     tensors, counts = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 8
     kernels.partial_attention.argtypes = [*tensors, *counts, ctypes.c_int, ctypes.c_float]

@@ -13,7 +13,7 @@ from ...sketch.coded import Records
 from .. import cpu, operands
 from ..operands import Operands, Query, check
 from ..turn import attend_to_turn
-from .library import check_size
+from .building import check_size
 
 GROUP_RULES = {"head": 0, "any": 1}
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")

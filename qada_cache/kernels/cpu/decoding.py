@@ -11,8 +11,8 @@ from ...sketch import SEGMENT_TOKENS
 from ...sketch.codec import Sketch
 from ...sketch.coded import RecordLayout
 from . import ELEMENTS, define
+from .building import build_library, check_size
 from .compiled_decode import View, view
-from .library import build_library, check_size
 
 SOURCE = Path(__file__).with_name("records.cpp")
 OF_SKETCH = ("codes", "scales", "units", "centres", "weights", "order")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .library import build_library, check_memory, check_size
+from .building import build_library, check_memory, check_size
 
 MIN_QUERIES = 64  # fewer are bound by memory, as decoding is
 MIN_TOKENS = 512  # fewer keys are not worth a build
