@@ -1,36 +1,70 @@
-"""What a GPU would hold and read, by arithmetic: `python -m eval.gpu_plan --out eval/results/gpu_plan.csv`.
+"""What GPUs would hold and take, by arithmetic: `python -m eval.gpu_plan --out eval/results/gpu_plan.csv`.
 
-No GPU is used. The bytes of one KV head are those of a cache that is filled with as many random tokens; a model has
-`layers * kv_heads * batch` of them. The share of the bulk's tokens that a decode step reads is the default's on a
-pretrained model, from `trials_summary.csv`, at the longest length that the table has. A time is bytes over bandwidth:
-it leaves out launches, gathers of single tokens, and all that is computed.
+No GPU is used. A token takes the largest of three times, as if the two others were hidden behind it: `bytes_ms`, what
+is read over bandwidth; `issue_ms`, instructions over what a GPU issues; `host_ms`, what the host takes for a step.
+
+- The bytes of one KV head are those of a cache that is filled with as many random tokens; a model has `layers *
+  kv_heads * batch` of them. The share of the bulk's tokens that a step reads is the default's on a pretrained model,
+  from `trials_summary.csv`, at the longest length that the table has. DynamicCache copies its tokens to append one, so
+  it reads them twice and writes them once.
+- Instructions are those of our kernels, at most (`eval/shared/gpus.py`); those of the model's products, and of other
+  caches' attention, are not known.
+- The host's time follows from `launch_time.csv` and `benchmark-llama-3-8b-cuda.csv`. Steps of ours are replays of a
+  graph, but with a `device_budget`.
+
+`--assumptions` has the table of what is assumed instead.
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.shared.deciding import list_token_ways
+from eval.shared.gpus import GPUS, MOST_TOKENS, SCORES, WARPS, Host, count_instructions, read_host
 from eval.shared.tables import align, new_file, read, write
 from eval.shared.workloads import GEOMETRIES, fill, make_random_work
 from qada_cache import QAdACache
+from qada_cache.sketch import count_segments
 
 MODELS = ("llama-3-8b", "qwen2-7b")
 TOKENS = (32768, 131072)
 BATCHES = (1, 8)
 BUDGETS = (0.0, 0.25, 1.0)  # of the bulk, what an offloaded cache keeps on the device as well
+SKETCHES = {16: "1.5", 8: "1.5+8", 4: "1.5+4"}  # of other tables, by `bulk_bits`
 VALUE_BYTES = 2
 MEASURED_DIM = 64  # of the heads of the models in the table
 SUMMARY = Path(__file__).parent / "results" / "trials_summary.csv"
 GIB = 2**30
 
 
-def count_head_bytes(*, tokens: int, dim: int) -> tuple[int, int, int]:
-    """Bytes of one KV head of one row in a `QAdACache` of bfloat16: held on the device, in the bulk, a step's sketch.
+class HeadBytes(NamedTuple):
+    """Of one KV head of one row."""
+
+    device: int  # by default
+    bulk: int  # elsewhere
+    sketch: int  # that a step reads
+
+
+class Cache(NamedTuple):
+    """What one setting holds and moves for a step of a whole model, in bytes, and milliseconds of the host."""
+
+    name: str
+    device: float
+    host: float
+    near: float  # moved in the device's memory
+    bus: float
+    host_ms: float
+    sketch: str = ""  # whose kernels compute
+
+
+@functools.cache
+def count_head_bytes(*, tokens: int, dim: int, bulk_bits: int = 16) -> HeadBytes:
+    """Those of a `QAdACache` of bfloat16.
 
     Spare room is not counted twice: the bulk is that of `tokens`, and what lies on the device is what does by default.
     """
@@ -40,13 +74,15 @@ def count_head_bytes(*, tokens: int, dim: int) -> tuple[int, int, int]:
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     work = make_random_work(model, tokens=tokens, batch=1, steps=1, warm_up=0, seed=0)
-    cache = QAdACache(config=config, moments="current", offloading=True)
+    cache = QAdACache(config=config, moments="current", offloading=True, bulk_bits=bulk_bits)
     fill(cache, work)
     store = cache.layers[0].store
     assert store is not None
     assert store.sketch is not None
-    stored = store.bulk.lengths[0]
-    return cache.stats().device_bytes, 2 * stored * dim * VALUE_BYTES, store.sketch.tensors.count_read_bytes(stored)
+    bulk, stored = store.bulk, store.bulk.stored[0]
+    token = sum(part.shape[3] * part.element_size() for part in bulk.tensors)
+    sketch = store.sketch.tensors.count_read_bytes(bulk.lengths[0])
+    return HeadBytes(cache.stats().device_bytes, stored * token, sketch)
 
 
 def read_token_share(summary: Path) -> tuple[float, str]:
@@ -65,41 +101,86 @@ def read_token_share(summary: Path) -> tuple[float, str]:
     if not rows:
         raise ValueError(f"{summary} has no row of prose for the default, {default.read}")
     row = max(rows, key=lambda row: int(row["length"]))
-    _, bulk, sketch = count_head_bytes(tokens=int(row["length"]), dim=MEASURED_DIM)
-    return float(row["bytes_read"]) - sketch / bulk, f"{row['model']}, prose, {row['length']} tokens"
+    head = count_head_bytes(tokens=int(row["length"]), dim=MEASURED_DIM)
+    return float(row["bytes_read"]) - head.sketch / head.bulk, f"{row['model']}, prose, {row['length']} tokens"
 
 
-def plan(model: str, tokens: int, batch: int, share: float, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each cache: GiB on the device and on the host, MiB over the bus and ms for each token decoded."""
+def list_caches(model: str, tokens: int, batch: int, share: float, host: Host) -> list[Cache]:
+    """Every setting, and transformers' caches."""
+    _, _, layers, _, kv_heads, dim, _ = GEOMETRIES[model]
+    heads = layers * kv_heads * batch
+    whole, dynamic = 2 * tokens * dim * VALUE_BYTES * heads, layers * host.dynamic
+    caches = [
+        Cache("DynamicCache", whole, 0, 3 * whole, 0, dynamic),
+        Cache("DynamicCache, offloading=True", 2 * whole / layers, whole, whole, whole, dynamic),  # two layers at once
+        Cache("StaticCache", whole, 0, whole, 0, dynamic),
+        Cache("StaticCache, one CUDA graph", whole, 0, whole, 0, 0.0),
+    ]
+    for bits, of in SKETCHES.items():
+        device, bulk, sketch = (heads * part for part in count_head_bytes(tokens=tokens, dim=dim, bulk_bits=bits))
+        replayed, computed = layers * host.replayed[of], layers * host.computed[of]
+        name = f"QAdACache, bulk_bits={bits}"
+        caches.append(Cache(f"{name}, offloading=False", device + bulk, 0, sketch + share * bulk, 0, replayed, of))
+        for budget in BUDGETS:
+            near, far = sketch + budget * share * bulk, (1 - budget) * share * bulk
+            taken = computed if budget else replayed
+            held = device + budget * bulk, bulk
+            caches.append(Cache(f"{name}, device_budget={budget:g}", *held, near, far, taken, of))
+    return caches
+
+
+def plan(model: str, tokens: int, batch: int, share: float, host: Host) -> list[dict[str, Any]]:
+    """A row for each GPU and cache: GiB on the device and on the host, MiB over the bus and ms for a decoded token."""
     hidden, mlp, layers, heads, kv_heads, dim, vocabulary = GEOMETRIES[model]
     a_layer = 3 * hidden * mlp + 2 * hidden * dim * (heads + kv_heads)
     weights = VALUE_BYTES * (2 * vocabulary * hidden + layers * a_layer)
-    device, bulk, sketch = (part * layers * kv_heads * batch for part in count_head_bytes(tokens=tokens, dim=dim))
-    whole = 2 * tokens * dim * VALUE_BYTES * layers * kv_heads * batch
-    caches: list[tuple[str, float, float, float, float]] = [
-        ("DynamicCache", whole, 0, whole, 0),
-        ("DynamicCache, offloading=True", 2 * whole / layers, whole, whole, whole),  # two layers are there at once
-        ("QAdACache", device + bulk, 0, sketch + share * bulk, 0),
+    caches, rows = list_caches(model, tokens, batch, share, host), []
+    sizes: dict[str, Any] = {"dim": dim, "group": heads // kv_heads, "tokens": tokens}
+    sizes["segments"] = count_segments(tokens)
+    for gpu, assumed in GPUS.items():
+        for cache in caches:
+            moved = 1e3 * ((weights + cache.near) / assumed.memory_gb_s + cache.bus / assumed.bus_gb_s) / 1e9
+            issue = 0.0
+            if cache.sketch:
+                a_head = count_instructions(**sizes, sketch=cache.sketch, architecture=assumed.architecture)
+                issue = layers * kv_heads * batch * a_head / (assumed.schedulers * assumed.ghz * 1e6)
+            times = {"bytes": moved, "issue": issue, "host": cache.host_ms}
+            rows.append({
+                "gpu": gpu,
+                "model": model,
+                "tokens": tokens,
+                "batch": batch,
+                "cache": cache.name,
+                "weights_gib": f"{weights / GIB:.1f}",
+                "device_gib": f"{cache.device / GIB:.2f}",
+                "host_gib": f"{cache.host / GIB:.2f}",
+                "fits": weights + cache.device < assumed.memory_gib * GIB,
+                "bus_mib_a_token": f"{cache.bus / 2**20:.0f}",
+                "bytes_ms": f"{moved:.1f}",
+                "issue_ms": f"{issue:.1f}" if cache.sketch else "",
+                "host_ms": f"{cache.host_ms:.1f}",
+                "token_ms": f"{max(times.values()):.1f}",
+                "bound": max(times, key=lambda name: times[name]),
+            })  # fmt: skip
+    return rows
+
+
+def list_assumptions(share: float, where: str, host: Host) -> list[dict[str, Any]]:
+    """A row for each number."""
+    rows = [
+        {"of": gpu, "assumed": name, "value": value}
+        for gpu, assumed in GPUS.items()
+        for name, value in assumed._asdict().items()
     ]
-    for budget in BUDGETS:
-        name = f"QAdACache, offloading=True, device_budget={budget:g}"
-        bulk_read_bytes = (1 - budget) * share * bulk
-        caches.append((name, device + budget * bulk, bulk, sketch + budget * share * bulk, bulk_read_bytes))
-    return [
-        {
-            "model": model,
-            "tokens": tokens,
-            "batch": batch,
-            "cache": name,
-            "weights_gib": f"{weights / GIB:.1f}",
-            "device_gib": f"{held / GIB:.2f}",
-            "host_gib": f"{host / GIB:.2f}",
-            "bus_mib_a_token": f"{bus / 2**20:.0f}",
-            "cache_ms": f"{1e3 * (near / options.memory + bus / options.bus) / 1e9:.1f}",
-            "token_ms": f"{1e3 * ((weights + near) / options.memory + bus / options.bus) / 1e9:.1f}",
-        }
-        for name, held, host, near, bus in caches
-    ]
+    rows.append({"of": "tokens", "assumed": f"share of the bulk that is read ({where})", "value": f"{share:.4f}"})
+    rows.append({"of": "kernels", "assumed": "warps of a program", "value": WARPS})
+    rows.append({"of": "kernels", "assumed": "tokens that a program takes at once, at most", "value": MOST_TOKENS})
+    rows.append({"of": "kernels", "assumed": "tokens times query heads, at most", "value": SCORES})
+    rows.append({"of": "host", "assumed": "ms a layer, DynamicCache", "value": f"{host.dynamic:.3f}"})
+    for kind, times in (("computed", host.computed), ("replayed", host.replayed)):
+        named = ((sketch, times[sketch]) for sketch in SKETCHES.values())
+        rows += [{"of": "host", "assumed": f"ms a layer, {kind}, {name}", "value": f"{ms:.3f}"} for name, ms in named]
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -109,24 +190,24 @@ def main(arguments: list[str] | None = None) -> int:
     add("--models", nargs="+", choices=tuple(GEOMETRIES), default=MODELS, help="sizes (default: %(default)s)")
     add("--tokens", type=int, nargs="+", default=TOKENS, help="of context (default: %(default)s)")
     add("--batches", type=int, nargs="+", default=BATCHES, help="rows (default: %(default)s)")
-    add(
-        "--bus", type=float, default=25.0, help="GB/s between host and device, as PCIe 4.0 gives (default: %(default)s)"
-    )
-    add("--memory", type=float, default=2000.0, help="GB/s of the device's memory (default: %(default)s)")
+    add("--assumptions", action="store_true", help="the table of what is assumed, instead")
     add("--out", type=new_file, help="CSV table")
     options = parser.parse_args(arguments)
-    share, where = read_token_share(SUMMARY)
-    rows = [
-        row
-        for model in options.models
-        for tokens in options.tokens
-        for batch in options.batches
-        for row in plan(model, tokens, batch, share, options)
-    ]
+    (share, where), host = read_token_share(SUMMARY), read_host()
+    rows = (
+        list_assumptions(share, where, host)
+        if options.assumptions
+        else [
+            row
+            for model in options.models
+            for tokens in options.tokens
+            for batch in options.batches
+            for row in plan(model, tokens, batch, share, host)
+        ]
+    )
     if options.out:
-        write(options.out, rows, bus_gb_s=options.bus, memory_gb_s=options.memory, share=share, share_of=where)
+        write(options.out, rows)
     print(align(rows))
-    print(f"Keys and values read: {share:.1%} of the bulk ({where}), and the sketch.")
     return 0
 
 

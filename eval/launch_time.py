@@ -1,37 +1,54 @@
-"""What a decode step of one layer costs the host: `python -m eval.launch_time --out eval/results/launch_time.csv`.
+"""What a decode step of a layer costs the host: `python -m eval.launch_time --out eval/results/launch_time.csv`.
 
     OMP_NUM_THREADS=1 python -m eval.launch_time
 
-No GPU is used. Triton binds arguments, finds what it has compiled and calls a launcher, as on a GPU; the launcher is a
-stand-in that does nothing, so that `host_us` leaves out what the driver does. `dynamic_us` is what DynamicCache's
-layer takes for the same token, `update` and attention by `scaled_dot_product_attention` over a context of few tokens:
-on a CPU that is hardly more than Python and calls of operators. A layer of QAdACache stores the token and estimates its
-bulk's attention besides. `sketch` is as in `triton-resources.csv`. Both are medians of rounds in turn, of the steps'
-means.
+No GPU is used. A step passes through 32 layers as a model does it: `QAdACache.update`, then the attention function,
+which stores the token, estimates the bulk's attention, and launches Triton's kernels. Triton binds arguments, finds
+what it has compiled and calls a launcher, as on a GPU; the launcher is a stand-in that does nothing. Torch's operations
+compute, on a CPU and on tensors so small that this is hardly more than their calls. So a table lacks what a driver does
+for each launch, here and beside it.
+
+`host_us` is a step's time over its layers; steps that move tokens to the bulk are none of them. `graph_us` is that of a
+replayed step, which is the default on a GPU, with a graph that launches nothing. `dynamic_us` is what DynamicCache
+takes for the same token, `update` and transformers' attention by `scaled_dot_product_attention` over a few tokens. All
+three are CPU time of the one thread, medians of steps in turn. `launches` (Triton's), `operations` (torch's, views
+apart) and `allocations` are of a layer behind the first. `sketch` is as in `triton-resources.csv`.
 """
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import DynamicCache
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from eval.shared.compiling import Step
 from eval.shared.tables import align, new_file, write
-from eval.triton_resources import CAPACITY, SKETCHES
-from qada_cache.kernels.triton import fused_decode
+from eval.triton_resources import SKETCHES
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.decode_graph import DecodeGraph
+from qada_cache.decode_graph.capturing import GRAPHS
+from qada_cache.kernels import choice
 from qada_cache.machine import describe_machine
+from qada_cache.versions import CACHE
 
-DIM, GROUP = 128, 4
+LAYERS, KV_HEADS, GROUP, DIM = 32, 2, 4, 32
+PROMPT = 1500  # tokens: enough for a sketch
 CONTEXT = 16  # tokens of DynamicCache
+MOST_STEPS = 100  # fewer than from one flush to the next
 
 
 class Launcher:
@@ -55,59 +72,172 @@ DRIVER = SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
     utils=SimpleNamespace(
         get_device_properties=lambda _device: {"max_shared_mem": 227 * 1024},
-        load_binary=lambda *_: (None, None, 0, 0, 1024),
+        load_binary=lambda *_: ("module", "function", 0, 0, 1024),
     ),
 )
 
 
-def make_step(bits: float, rung: int) -> Callable[[], object]:
-    """A layer's step, whose kernels are compiled and bound."""
-    counted = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64, device="cpu")}
-    query, rows, layer = Step(DIM, DIM, GROUP, torch.bfloat16, CAPACITY, bits, rung, counted).make_operands()
-    return lambda: fused_decode(query, rows, layer)
+class NoGraph:
+    """Stands in for a CUDA graph: what is captured is computed once, and a replay does nothing."""
+
+    def __init__(self, _device: torch.device) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """As `CudaGraph`."""
+        yield
+
+    def replay(self) -> None:
+        """As `CudaGraph`."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations that compute something, and results that lie in new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = self.allocated = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        given, made = (
+            {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+            for tree in ((args, kwargs), found)
+        )
+        self.computed += not (function.is_view or "empty" in function.name())
+        self.allocated += bool(made - given)
+        return found
+
+
+class Layer(nn.Module):
+    """What attention functions read of a model's attention."""
+
+    is_causal = True
+
+    def __init__(self, config: LlamaConfig, index: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.num_key_value_groups = config, index, GROUP
+
+
+class Decoder(nn.Module):
+    """The layers of a model, without anything between their attentions."""
+
+    def __init__(self, config: LlamaConfig, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layers, self.attend = nn.ModuleList(Layer(config, index) for index in range(LAYERS)), attend
+        self.cache: Any = None
+        self.token = make_tokens(1)
+        self.hidden = torch.ones(1, 1, DIM, device="cpu")
+        self.counted: dict[int, TorchDispatchMode] = {}  # by layer
+        self.eval()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> BaseModelOutputWithPast:
+        """A decode step, or a prompt, of random tokens."""
+        tokens = self.token if input_ids.shape[1] == 1 else make_tokens(input_ids.shape[1])
+        for index, layer in enumerate(self.layers):
+            with self.counted[index] if index in self.counted else contextlib.nullcontext():
+                self.pass_through(layer, index, *tokens)
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+
+    def pass_through(self, layer: Layer, index: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """One layer's part."""
+        keys, values = self.cache.update(keys, values, index)
+        self.attend(layer, query, keys, values, None, dropout=0.0, scaling=DIM**-0.5)
+
+
+def make_tokens(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, keys and values of one row."""
+    heads, size = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS), {"dtype": torch.bfloat16, "device": "cpu"}
+    query, keys, values = (torch.randn(1, each, count, DIM, **size) for each in heads)
+    return query, keys, values
+
+
+def make_config() -> LlamaConfig:
+    """Of a model with such layers."""
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS, num_attention_heads=KV_HEADS * GROUP, num_key_value_heads=KV_HEADS, head_dim=DIM,
+        hidden_size=KV_HEADS * GROUP * DIM,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def make_ours(bits: float, rung: int) -> Decoder:
+    """With a cache of default options but for the bulk's bits, filled with a prompt, whose kernels are bound."""
+    config, shape = make_config(), (1, LAYERS, KV_HEADS, DIM)
+    size = {"dtype": torch.float32, "device": "cpu"}
+    covariance = torch.eye(DIM, **size).expand(*shape, DIM).contiguous()
+    told = torch.zeros(shape, **size), covariance, (1,), config.model_type, "custom", PROMPT
+    moments = KeyMoments(*told, query_energies=torch.ones(shape[1:], **size))
+    options = {"bulk_bits": rung} if bits else {"bulk_bits": rung, "token_threshold": 0.0}
+    cache = QAdACache(config=config, moments=moments, kernels="triton", **options)
+    decoder = Decoder(config, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    decoder.cache = cache
+    for tokens in (PROMPT, 1, 1):
+        decoder(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
+    return decoder
+
+
+def make_step(decoder: Decoder, graph: DecodeGraph | None) -> Callable[[], object]:
+    """A decode step of it: by a graph, or computed."""
+    told = {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device="cpu"), CACHE: decoder.cache, "use_cache": True}
+    if graph is None:
+        return lambda: decoder.forward(**told)
+    return lambda: graph.run(decoder.cache.layers, decoder, decoder.forward, told)
 
 
 def make_dynamic_step() -> Callable[[], object]:
     """As `make_step`, by DynamicCache, whose context stays as it is."""
-    made = torch.zeros(2, 2 * GROUP, CONTEXT, DIM, dtype=torch.bfloat16, device="cpu")
-    query, token, context = made[:, :, :1], made[:, :2, :1], made[:, :2]
-    cache = DynamicCache()
-    cache.update(context, context, 0)
+    decoder, token = Decoder(make_config(), sdpa_attention_forward), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+    context = torch.zeros(1, KV_HEADS, CONTEXT, DIM, dtype=torch.bfloat16, device="cpu")
 
     def compute() -> None:
-        cache.layers[0].keys = cache.layers[0].values = context
-        keys, values = cache.update(token, token, 0)
-        attended = scaled_dot_product_attention(query, keys, values, scale=0.1, enable_gqa=True)
-        attended.transpose(1, 2).contiguous()
+        decoder.cache = DynamicCache()
+        for index in range(LAYERS):
+            decoder.cache.update(context, context, index)
+        begin = time.thread_time()
+        decoder(token)
+        compute.seconds = time.thread_time() - begin  # type: ignore[attr-defined]
 
     return compute
 
 
-def measure(compute: Callable[[], object], steps: int) -> float:
-    """Microseconds of a step."""
+def measure(compute: Callable[[], object]) -> float:
+    """Microseconds of a step, over its layers."""
     Launcher.launched.clear()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        compute()
-    return 1e6 * (time.perf_counter() - begin) / steps
+    begin = time.thread_time()
+    compute()
+    return 1e6 * getattr(compute, "seconds", time.thread_time() - begin) / LAYERS
 
 
-@torch.inference_mode()
-def measure_row(sketch: str, rounds: int, steps: int) -> dict[str, Any]:
+@torch.no_grad()
+def measure_row(sketch: str, steps: int) -> dict[str, Any]:
     """A row of the table."""
-    ours, dynamic = make_step(*SKETCHES[sketch]), make_dynamic_step()
-    measure(ours, 2)
+    ours, replayed, graph = make_ours(*SKETCHES[sketch]), make_ours(*SKETCHES[sketch]), DecodeGraph(asked=True)
+    computed_step, replayed_step, dynamic_step = make_step(ours, None), make_step(replayed, graph), make_dynamic_step()
+    operations = Operations()
+    ours.counted[1] = operations
     Launcher.launched.clear()
-    ours()
-    launches = len(Launcher.launched)
-    found = [(measure(ours, steps), measure(dynamic, steps)) for _ in range(rounds)]
-    host, beside = (median(each) for each in zip(*found, strict=True))
+    computed_step()
+    launches = len(Launcher.launched) / LAYERS
+    ours.counted.clear()
+    for _ in range(4):  # as ever, rehearsed, captured, compared
+        replayed_step()
+    assert graph._compared, graph.failed
+    each = computed_step, replayed_step, dynamic_step
+    found = [[measure(step) for step in each] for _ in range(steps)]
+    host, by_graph, dynamic = (median(times) for times in zip(*found, strict=True))
     return {
         "sketch": sketch,
-        "launches": launches,
+        "launches": f"{launches:g}",
+        "operations": operations.computed,
+        "allocations": operations.allocated,
         "host_us": f"{host:.0f}",
-        "dynamic_us": f"{beside:.0f}",
-        "over_dynamic": f"{host / beside:.2f}",
+        "graph_us": f"{by_graph:.1f}",
+        "dynamic_us": f"{dynamic:.0f}",
+        "over_dynamic": f"{host / dynamic:.2f}",
+        "graph_over_dynamic": f"{by_graph / dynamic:.2f}",
     }
 
 
@@ -116,11 +246,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.launch_time", description=__doc__)
     parser.add_argument("--out", type=new_file, help="write the table here, as CSV")
     parser.add_argument("--sketches", nargs="+", choices=SKETCHES, default=list(SKETCHES), help="only these")
-    parser.add_argument("--rounds", type=int, default=20, help="in turn (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="of a round (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, choices=range(1, MOST_STEPS + 1), metavar="STEPS", default=MOST_STEPS,
+        help=f"of each kind, in turn, {MOST_STEPS} at most (default: %(default)s)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     driver.set_active(DRIVER)
-    rows = [measure_row(sketch, args.rounds, args.steps) for sketch in args.sketches]
+    # As on a GPU: Triton's kernels serve tensors that lie on a CPU here, and graphs hold their launches.
+    with (
+        mock.patch.object(choice, "explain_unsupported", return_value=None),
+        mock.patch.dict(GRAPHS, {"cpu": NoGraph}),
+    ):
+        rows = [measure_row(sketch, args.steps) for sketch in args.sketches]
     print(align(rows))
     if args.out is not None:
         write(args.out, rows, machine=describe_machine())

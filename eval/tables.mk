@@ -205,6 +205,9 @@ tables/chunks/memory-smollm2.csv:
 tables/gpu_plan.csv:
 	$(EVAL).gpu_plan $(OUT)
 
+tables/gpu_plan-assumptions.csv:
+	$(EVAL).gpu_plan --assumptions $(OUT)
+
 tables/triton-resources.csv:
 	$(EVAL).triton_resources $(OUT)
 

@@ -133,9 +133,10 @@ def gaussian_log_bulk(
         moments = score_moments(grouped, *given, scaling=scaling, softcap=softcap)
         score_mean, score_variance = (moment.view(shape) for moment in moments)
         return log_tokens + score_mean + 0.5 * score_variance
-    if alike := len(mean) < batch * kv_heads:  # the queries of all rows are multiplied at once: no moments are copied
+    held = mean.shape[0]  # `len` of a tensor is Python
+    if alike := held < batch * kv_heads:  # the queries of all rows are multiplied at once: no moments are copied
         query = query.transpose(0, 1)
-    grouped = query.reshape(len(mean), -1, dim)
+    grouped = query.reshape(held, -1, dim)
     along = torch.baddbmm(mean, grouped, covariance, alpha=0.5 * scaling)
     found = torch.bmm(along.view(-1, 1, dim), grouped.reshape(-1, dim, 1))
     found = found.view(*shape[1:3], batch, queries).permute(2, 0, 1, 3).contiguous() if alike else found.view(shape)

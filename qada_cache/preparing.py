@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import tuned_choice
-from .attention.decode import attend_adaptively, find_kernel
+from .attention.decode import attend_adaptively, find_kernel, takes_turns
 from .cache import QAdACache
 from .kernels import partial_attention
 from .kernels.cpu import prompt, selected_prompt
@@ -35,11 +35,11 @@ def prepare(
 
     - Moments by a prompt's name are collected, unless they are kept already, and kept in memory and in the user's cache
       folder (`QADA_HOME`). Later caches of the model find them by name, without a tokenizer.
-    - The kernels for decode steps of one token on a CPU are compiled (about two seconds each) and kept in the same
-      folder, if the model has parameters on a CPU, and unless `kernels` forbids it. Calls of a few tokens
-      (assisted decoding) may need others, which are compiled when first met. Without a compiler there is a warning.
-    - On a GPU Triton's kernels are tried, and compiled for the model's sizes and these options, for one row or rows
-      that differ in length. A batch of equal rows, or a call of a few tokens, has them compiled when first met.
+    - The kernels for decode steps on a CPU are compiled (about two seconds each) and kept in the same folder, if the
+      model has parameters on a CPU, and unless `kernels` forbids it. Without a compiler there is a warning.
+    - On a GPU Triton's kernels are tried, and compiled for the model's sizes and these options, for single tokens and
+      short turns, of one row or rows that differ in length. Single tokens of equal rows have them compiled when first
+      met.
     - The model's attention is switched to ours (see `QAdACache`).
 
     Args:
@@ -77,9 +77,9 @@ def prepare(
 def _build_kernels(
     device: torch.device, dtype: torch.dtype, shared: Shared, *, kv_heads: int, group: int, dim: int, value_dim: int
 ) -> None:
-    """Decode tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch of it. So kernels
-    are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the bulk is read by
-    `partial_attention`. A RuntimeError as by `choice.choose_kernel`."""
+    """Compute turns and single tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch
+    of it. So kernels are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the
+    bulk is read by `partial_attention`. A RuntimeError as by `choice.choose_kernel`."""
     options, made = shared.options, torch.Generator(device).manual_seed(0)
 
     def draw(heads: int, tokens: int, size: int) -> torch.Tensor:
@@ -93,13 +93,14 @@ def _build_kernels(
     layer = QAdALayer(Shared(replace(options, local_tokens=local), shared.model), shared.model.layers[0])
     layer.lazy_initialization(draw(kv_heads, 0, dim), draw(kv_heads, 0, value_dim))
     store, query = cast(TokenStore, layer.store), draw(kv_heads * group, 1, dim)
+    turn = draw(kv_heads * group, min(2, store.window), dim)
     for tokens in (max(1, local - 1), PENDING_TOKENS, MIN_TOKENS):
-        keys, values = draw(kv_heads, tokens, dim), draw(kv_heads, tokens, value_dim)
-        store.absorb(keys, values, None)
-        kernel = find_kernel(layer, store, query)
-        for _ in range(0 if kernel is None else 2):  # the first may be audited, which no kernel computes
-            store.append(keys[:, :, :1], values[:, :, :1], None)
-            attend_adaptively(layer, store, Query(query, scaling=dim**-0.5))
+        store.absorb(draw(kv_heads, tokens, dim), draw(kv_heads, tokens, value_dim), None)
+        for states in (turn, query) if takes_turns(layer, store, turn) else (query,):
+            kernel, new = find_kernel(layer, store, states), states.shape[2]
+            for _ in range(0 if kernel is None else 2):  # the first may be audited, which no kernel computes
+                store.append(draw(kv_heads, new, dim), draw(kv_heads, new, value_dim), None)
+                attend_adaptively(layer, store, Query(states, scaling=dim**-0.5))
     if kernel is None or options.audit_every:
         bulk = store.bulk.keys.to(device), store.bulk.values.to(device)
         partial_attention(query.view(1, kv_heads, group, dim), *bulk, scaling=1.0, kernels=options.kernels)

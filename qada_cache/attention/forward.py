@@ -238,7 +238,7 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
     managed = layer.shared.model
     name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
-    for argument, meaning in _UNSUPPORTED.items():
+    for argument, meaning in () if kwargs.keys().isdisjoint(_UNSUPPORTED) else _UNSUPPORTED.items():
         if kwargs.get(argument) is not None:
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
     for argument, meaning in _NOT_IN_TRITON.items() if layer.options.kernels == "triton" else ():

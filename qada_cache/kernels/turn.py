@@ -47,15 +47,15 @@ def _split(query: Query, rows: Rows, block: slice) -> tuple[Query, Rows]:
 
 
 def _split_rows(rows: Rows, batch: int, block: slice) -> Rows:
-    """One row's, if only one is there; its bulk is that of all of its queries."""
+    """Laid out alike for one row and several, and for any block, so that kernels are compiled once for all of them."""
     local, pending, tokens, lengths, decided = (
         part if len(part) == batch else part.expand(batch, *part.shape[1:])
         for part in (rows.local, rows.pending, rows.bulk_tokens, rows.bulk_lengths, rows.decided)
     )
-    local, pending, tokens, decided = (
-        part[:, :, block].transpose(1, 2).flatten(0, 1).unsqueeze(2 if part.dim() > 3 else 1).contiguous()
-        for part in (local, pending, tokens, decided)
-    )
-    if batch > 1:
-        lengths = lengths.repeat_interleave(block.stop - block.start)
+    local, pending, tokens, decided = (_lay_out(part, block) for part in (local, pending, tokens, decided))
+    lengths = lengths.repeat_interleave(block.stop - block.start)
     return Rows(local, pending, tokens, lengths, decided)
+
+
+def _lay_out(part: Tensor, block: slice) -> Tensor:
+    return part[:, :, block].transpose(1, 2).flatten(0, 1).unsqueeze(-2).clone(memory_format=torch.contiguous_format)

@@ -249,7 +249,7 @@ class Bulk(RowTensors):
         a copy if offloaded."""
         here = self.clip_stored(rows.indices(len(self.stored))[0], start, stop)
         parts = tuple(tensor[rows, heads, here] for tensor in self.tensors)
-        if self.offloaded:
+        if self.offloaded and (here.start < here.stop or not self.beside):
             each = product(range(*rows.indices(len(self.stored))), range(*heads.indices(self.tensors[0].shape[1])))
             arrived = double_buffer((head, self.fetch(head, start, stop)) for head in each)
             copies = zip(*(pair for _, pair in arrived), strict=True)

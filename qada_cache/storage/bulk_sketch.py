@@ -100,7 +100,12 @@ class BulkSketch:
         together = newest is not None and older <= known and length - known <= step
         for start, stop in [*((start, min(start + step, last)) for start in range(first, last, step)), (last, length)]:
             if newest is None or start < older:
-                keys, values = bulk.read(rows, slice(None), start, stop)
+                # Tokens on their way to the host are not brought back.
+                there = stop if newest is None or bulk.beside or not bulk.offloaded else min(stop, older)
+                keys, values = bulk.read(rows, slice(None), start, there)
+                if newest is not None and there < stop:
+                    added = (part[:, :, : stop - older] for part in newest)
+                    keys, values = (torch.cat(pair, dim=2) for pair in zip((keys, values), added, strict=True))
             else:
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
             if stop > coded:

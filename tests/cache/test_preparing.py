@@ -204,9 +204,9 @@ def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice.compiled_decode, "supports", lambda *_: False)
     monkeypatch.setattr(choice.decode_trial, "find_decode_fault", lambda *_, **kwargs: tried.append(kwargs))
     prepare(tiny(num_attention_heads=6, num_key_value_heads=2, hidden_size=48), moments="current")
-    layouts = [wanted.pop("layout") for wanted in tried]
+    kinds = {(wanted.pop("layout"), wanted.pop("queries", 1)) for wanted in tried}
     assert all(wanted == {"group": 3, "dim": 8, "value_dim": 8, "records": None, "pinned": False} for wanted in tried)
-    assert {*layouts} == {None, Layout.from_bits(8, 1.5)}
+    assert kinds == {(layout, queries) for layout in (None, Layout.from_bits(8, 1.5)) for queries in (1, 2)}
 
 
 def test_what_it_refuses(folder: Path) -> None:

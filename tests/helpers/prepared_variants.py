@@ -47,7 +47,7 @@ class Launches:
 
 @torch.inference_mode()
 def use(model: Any, options: dict[str, Any], rows: int, *, padded: bool) -> None:
-    """Decode after texts without a bulk, with one, and with a sketch."""
+    """Decode, and read short turns, after texts without a bulk, with one, and with a sketch."""
     cache, mask = QAdACache(model, **options), None
     for tokens in (60, 300, 2500):
         ids = prompt(*[tokens] * rows)[0]
@@ -58,9 +58,9 @@ def use(model: Any, options: dict[str, Any], rows: int, *, padded: bool) -> None
             new[1:, :9] = 0
         mask = torch.cat([mask, new], dim=1)
         model(ids, attention_mask=mask, **pass_cache(cache), logits_to_keep=1)
-        for _ in range(20):
-            mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
-            model(ids[:, :1], attention_mask=mask, **pass_cache(cache))
+        for more in (*[1] * 20, 2, 5, 1, 16):  # single tokens, and turns
+            mask = torch.cat([mask, mask.new_ones(rows, more)], dim=1)
+            model(ids[:, :more], attention_mask=mask, **pass_cache(cache))
 
 
 def main() -> None:

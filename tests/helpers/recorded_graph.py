@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qada_cache.kernels import triton as triton_decode
+from qada_cache.kernels.triton import launching
 
 LOOKS = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero")
 
@@ -62,7 +62,7 @@ class RecordedGraph:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        launch, recorder = triton_decode._Launches.launch, _Recorder(self)
+        launch, recorder = launching.Launches.launch, _Recorder(self)
 
         def record(own: Any, kernel: Any, grid: Any, variant: Any, *args: Any) -> None:
             recorder.paused = True
@@ -74,7 +74,7 @@ class RecordedGraph:
             self.steps.append((lambda: launch(own, kernel, grid, variant, *args), []))
 
         try:
-            with mock.patch.object(triton_decode._Launches, "launch", record), recorder:
+            with mock.patch.object(launching.Launches, "launch", record), recorder:
                 yield
         finally:
             for now, before in self._kept.values():

@@ -102,6 +102,16 @@ def test_groups(path: Path, group: int, group_rule: str) -> None:
     assert mixed(run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule)[1])
 
 
+@pytest.mark.parametrize("path", [KERNEL, GPU])
+@pytest.mark.parametrize(("group", "bits"), [(7, 0), (7, 1.5), (8, 1.5)])
+def test_groups_and_heads_that_fill_no_block(path: Path, group: int, bits: float) -> None:
+    """With those of other tests, every kernel has met groups of 1, 3, 4, 7 and 8, and heads of 64, 80, 96, 128, 256."""
+    scene = Scene(bulk=[(111, 9), (63, 0)], short=(2,), group=group, dim=80, dtype=torch.bfloat16, bits=bits)
+    flags = run(path, scene, threshold=scene.threshold())[1]
+    assert flags.any()
+    assert not flags.all()
+
+
 @EVERY
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_a_mass_that_is_no_number(path: Path, threshold: float) -> None:

@@ -160,7 +160,13 @@ def test_keys_that_do_not_differ(device: str) -> None:
 @DEVICES
 @pytest.mark.parametrize(
     ("dim", "value_dim", "bits", "length"),
-    [(128, 64, 1.5, 20 * SEGMENT + 9), (80, 96, 2, 50), (32, 8, 1, 40 * SEGMENT)],
+    [
+        (128, 64, 1.5, 20 * SEGMENT + 9),
+        (80, 96, 2, 50),
+        (64, 8, 1, 40 * SEGMENT),
+        (96, 256, 4, SEGMENT + 17),
+        (256, 80, 1.5, 3 * SEGMENT),
+    ],
 )
 def test_what_follows_is_that_of_torch(dim: int, value_dim: int, bits: float, length: int, device: str) -> None:
     """Of two rows of three; the other one is left alone."""
@@ -196,6 +202,7 @@ def test_what_follows_is_that_of_torch(dim: int, value_dim: int, bits: float, le
         (64, 128, 1, 4, torch.bfloat16),
         (80, 40, 2, 8, torch.float16),
         (24, 8, 4, 8, torch.float32),
+        (96, 80, 4, 4, torch.float32),
         (256, 256, 1.5, 4, torch.bfloat16),
     ],
 )

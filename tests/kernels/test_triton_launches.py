@@ -15,7 +15,9 @@ from small_sketch import small_sketch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from test_triton import interpreter
 
-from qada_cache.kernels import decode_reference
+from eval import launch_time
+from qada_cache.decode_graph.capturing import GRAPHS
+from qada_cache.kernels import choice, decode_reference
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Binding
 from qada_cache.kernels.triton import scratch
@@ -30,6 +32,17 @@ def small() -> Iterator[None]:
     """Rows of few tokens have a sketch."""
     with small_sketch(40):
         yield
+
+
+class Launched:
+    """Stands in for a kernel."""
+
+    def __init__(self, name: str, launched: list[str]) -> None:
+        self.name, self.launched = name, launched
+
+    def __getitem__(self, grid: Any) -> Any:
+        assert min(grid) > 0
+        return lambda *_, **__: self.launched.append(self.name)
 
 
 def make_arguments(scene: Scene, **decision: Any) -> dict[str, Any]:
@@ -57,16 +70,8 @@ def test_what_a_step_launches_and_allocates(
     """Three kernels at most; from the second step on nothing but the two tensors that are handed out."""
     launched: list[str] = []
 
-    class Launched:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: Any) -> Any:
-            assert min(grid) > 0
-            return lambda *_, **__: launched.append(self.name)
-
     for name in KERNELS:
-        monkeypatch.setattr(triton_decode, name, Launched(name))
+        monkeypatch.setattr(triton_decode, name, Launched(name, launched))
     scene = kind(**({"bulk": [(777, 9), (39, 0)]} | sizes))
     made, binding = make_arguments(scene), Binding()
     triton_decode.fused_decode(*step_of(**made, binding=binding))
@@ -95,6 +100,34 @@ def test_layers_take_turns() -> None:
             wanted, wanted_flags = decode_reference.decode_step(*step_of(**given))
             assert torch.equal(flags, wanted_flags)
             torch.testing.assert_close(out, wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("sketch", "launches"), [("0", 2), ("1.5", 3), ("1.5+8", 3)])
+@torch.no_grad()
+def test_a_layers_whole_step(sketch: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storing, the criterion and the kernels, as a model asks for them; and that a graph leaves none of it."""
+    launched: list[str] = []
+    for name in KERNELS:
+        monkeypatch.setattr(triton_decode, name, Launched(name, launched))
+    monkeypatch.setattr(launch_time, "LAYERS", 2)
+    monkeypatch.setattr(choice, "explain_unsupported", lambda *_: None)
+    monkeypatch.setitem(GRAPHS, "cpu", launch_time.NoGraph)
+    decoder = launch_time.make_ours(*launch_time.SKETCHES[sketch])
+    operations = decoder.counted[1] = launch_time.Operations()
+    launched.clear()
+    launch_time.make_step(decoder, None)()
+    assert len(launched) == 2 * launches
+    # Two copies to the near buffer; the query in float32, two products and a sum; outputs and decisions.
+    assert (operations.computed, operations.allocated) == (6, 6)
+    decoder.counted.clear()
+    graph, before = launch_time.DecodeGraph(asked=True), decoder.cache.get_seq_length()
+    step = launch_time.make_step(decoder, graph)
+    for _ in range(4):
+        step()
+    launched.clear()
+    step()
+    assert not launched
+    assert decoder.cache.get_seq_length() == before + 5
 
 
 def test_memory_of_a_thread_is_one() -> None:

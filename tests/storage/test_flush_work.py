@@ -6,14 +6,16 @@ import pytest
 import torch
 from operations import Operations
 from small_sketch import small_sketch
+from stand_in import Copies
 from torch import Tensor
 
 from qada_cache.kernels import coding
+from qada_cache.sketch import find_segment_start
 from qada_cache.storage import TokenStore
 from qada_cache.storage.residents import Residents
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels import triton as kernels
+from qada_cache.kernels.triton import launching
 from qada_cache.kernels.triton.coding import code_segments
 from qada_cache.kernels.triton.deriving import derive
 from qada_cache.kernels.triton.kernels import INTERPRETED
@@ -46,9 +48,9 @@ def make_tokens(count: int) -> tuple[Tensor, Tensor]:
     return (keys + keys[:, :, :1]).to(torch.bfloat16), values.to(torch.bfloat16)
 
 
-def make_store(keys: Tensor, values: Tensor, bulk_bits: int) -> TokenStore:
+def make_store(keys: Tensor, values: Tensor, bulk_bits: int, *, offloading: bool = False) -> TokenStore:
     sizes = {"sinks": SINKS, "window": WINDOW, "bulk_bits": bulk_bits}
-    store = TokenStore(keys, values, offloading=False, residents=Residents(0), layer=0, **sizes)
+    store = TokenStore(keys, values, offloading=offloading, residents=Residents(0), layer=0, **sizes)
     store.keep_moments(track=True, update=True)
     store.keep_sketch(2, torch.arange(1.0, 1 + HEADS * DIM).view(HEADS, DIM), select=True)
     return store
@@ -98,7 +100,7 @@ def list_launches(work: Operations) -> list[str]:
 def test_a_flush_takes_few_launches(bulk_bits: int, of_closed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of Triton's kernels; each of torch's operations takes the host some 25 microseconds."""
     launched: list[str] = []
-    monkeypatch.setattr(kernels._Launches, "launch", lambda _, kernel, *__: launched.append(kernel.__name__))
+    monkeypatch.setattr(launching.Launches, "launch", lambda _, kernel, *__: launched.append(kernel.__name__))
     keys, values = make_tokens(PROMPT + DECODED)
     store = make_store(keys, values, bulk_bits)
     with Operations() as work:
@@ -118,3 +120,24 @@ def test_a_flush_takes_few_launches(bulk_bits: int, of_closed: list[str], monkey
     assert most[0] <= 55, most[1]
     assert most[2] == [*of_segments, *of_closed, *of_segments, "derive_kernel"]
     assert sum(count > 2 for count, *_ in steps) == 1  # 128 tokens and more at once
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("bulk_bits", [16, 8, 4])
+def test_what_a_flush_brings_back_from_the_host(bulk_bits: int, device: str, copies: Copies) -> None:
+    """Of a bulk in few bits nothing, as its open segment lies on the device. Of one in 16 bits the tokens of the open
+    segment, head by head, since they are coded again."""
+    keys, values = make_tokens(PROMPT + DECODED)
+    store = make_store(keys, values, bulk_bits, offloading=True)
+    store.absorb(keys[:, :, :PROMPT], values[:, :, :PROMPT], None)
+    known = store.bulk.lengths[0]
+    opened = known - find_segment_start(known)
+    copies.count = copies.bytes = 0
+    for token in range(PROMPT, PROMPT + DECODED):
+        store.append(keys[:, :, token : token + 1], values[:, :, token : token + 1], None)
+        if store.bulk.lengths[0] > known:
+            break
+    assert store.bulk.lengths[0] > known
+    assert opened > 0
+    assert copies.bytes == (HEADS * opened * (DIM + VALUE_DIM) * keys.element_size() if bulk_bits == 16 else 0)
+    assert (copies.count > 0) == (bulk_bits == 16)

@@ -15,7 +15,8 @@ and are read when a layer's storage is new to it: who tries others sets them her
 """
 
 import math
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from ...sketch.coded import Records, find_block
 from ..operands import Operands, Query, Rows, check
 from .estimate_kernels import count_rows, estimate_kernel
 from .kernels import bulk_kernel, local_kernel
+from .launching import Launches
 from .scratch import Scratch
 from .sketch_kernels import selected_kernel
 
@@ -59,6 +61,7 @@ RECORD_REGISTERS = {4: 168, 8: 128}  # by warps, for three or two
 MOST_REGISTERS = 255  # where fewer would spill, or programs are few
 # Of a sketch, what queries are prepared by.
 CODING = "noise", "variances", "centres", "order", "weights", "slopes", "slope_units"
+find_coding, NO_CODING = attrgetter(*CODING), (None,) * len(CODING)
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
@@ -198,18 +201,18 @@ class _Bound:
         token_bytes = dim * layer.bulk_keys.element_size() + value_dim * layer.bulk_values.element_size()
         segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "BLOCK_Q": queries} | words
         at_once = {"BLOCK_H": min(queries, ESTIMATE_HEADS)}
-        self._local = _Launches(**{
+        self._local = Launches(**{
             "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
             "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes),
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
             **segment_sizes, **at_once, **sizes, **_find_near_sizes(sketch is not None, states.dtype, sizes),
         })  # fmt: skip
-        self._estimate = _Launches(G=group, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
+        self._estimate = Launches(G=group, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
         merging = {"BLOCK_P": triton.next_power_of_2(at_most), "MERGE_STAGES": MERGE_STAGES}
         merging["PARTS"] = PART_BYTES // torch.float32.itemsize
         most = MOST_REGISTERS if _count_warps(sizes) > 4 else None
-        self._bulk = _Launches(BLOCK_Q=queries, maxnreg=most, **merging, **sizes)
-        self._selected = _Launches(**{
+        self._bulk = Launches(BLOCK_Q=queries, maxnreg=most, **merging, **sizes)
+        self._selected = Launches(**{
             "BLOCK_S": scan, "RUN": min(SCAN_RUN, scan), "SCAN_STAGES": SCAN_STAGES if queries <= 16 else 1,
             "BLOCK_E": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes, **merging,
             "MIN_TOKENS": MIN_TOKENS, "TURNED": 0 if records is None else find_block(value_dim),  # turned together
@@ -225,24 +228,25 @@ class _Bound:
         shared = self._scratch.find(states.device).get
         parts, lse, done = shared("parts"), shared("lse"), shared("done")
         tokens, prepared, along, turned = (shared(name) for name in ("tokens", "prepared", "along", "turned"))
-        given = rows.local, rows.pending, rows.bulk_lengths, rows.decided, log_bulk
-        strides = [0 if len(each) < len(states) else each.stride(0) for each in given]  # 0: all rows share one
-        lengths, s_length = given[2], strides[2]
+        if rows.derived is None:
+            rows.derived = _OfRows.find(rows, states.shape[0])
+        of_rows: _OfRows = rows.derived
+        lengths, s_length, s_mass = rows.bulk_lengths, of_rows.strides[2], _find_stride(log_bulk, states.shape[0])
         sketch, records = layer.sketch if self._sketched else None, layer.records
         resident = layer.resident_pointers, layer.resident_hit_bytes
-        coding = (None,) * len(CODING) if sketch is None else [getattr(sketch, name) for name in CODING]
+        coding = NO_CODING if sketch is None else find_coding(sketch)
         marks, s_marks = layer.marks, None if layer.marks is None else layer.marks.stride(1)
         # What may differ between steps of what Triton compiles for: strides of 1, residents, marks, multiples of 16.
-        aligned = [each.data_ptr() % 16 == 0 for each in (states, *given)]
-        variant = (*strides[2:4], resident[0] is None, marks is None, *aligned)
+        aligned = states.data_ptr() % 16, log_bulk.data_ptr() % 16
+        variant = of_rows.variant, resident[0] is None, marks is None, aligned
         with torch.cuda.device_of(states):  # Triton launches on the current device
             self._local.launch(
                 local_kernel, (*self._grid, self._near_programs), variant,
-                states, layer.near_keys, layer.near_values, *given, parts, lse, flags, out, done,
+                states, layer.near_keys, layer.near_values, *of_rows.tensors, log_bulk, parts, lse, flags, out, done,
                 None if sketch is not None else layer.bulk_read_bytes,
                 None if sketch is None else layer.sketch_read_bytes, *resident, tokens, prepared, along, turned,
                 self._errors, *coding, None if records is None else records.weights, marks,
-                *self._near_strides, *strides, s_marks, rows.columns, self._turn, *self._numbers,
+                *self._near_strides, *of_rows.strides, s_mass, s_marks, rows.columns, self._turn, *self._numbers,
             )  # fmt: skip
             if sketch is not None:
                 of_codes = prepared, sketch.codes, sketch.scales, sketch.units
@@ -269,18 +273,20 @@ class _Bound:
         return out, flags
 
 
-class _Launches:
-    """Of one kernel, with its compile-time constants. What was compiled for a step is called, for another one like it,
-    without Triton's looking for it, which takes longer than all else that the host does."""
+class _OfRows(NamedTuple):
+    """What the layers of a pass launch alike."""
 
-    def __init__(self, **constants: Any) -> None:
-        self._constants = constants
-        self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # behind which constants in their order
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, ...]  # from row to row
+    variant: tuple[Any, ...]  # what Triton compiles for
 
-    def launch(self, kernel: Any, grid: tuple[int, int, int], variant: tuple[Any, ...], *args: Any) -> None:
-        """`variant` has all that Triton compiles for anew, of `args` that may differ from one step to the next."""
-        if (found := self._compiled.get(variant)) is not None:
-            compiled, constants = found
-            compiled[grid](*args, *constants)
-        elif (compiled := kernel[grid](*args, **self._constants)) is not None:  # the interpreter compiles nothing
-            self._compiled[variant] = compiled, [self._constants[name] for name in kernel.arg_names[len(args) :]]
+    @classmethod
+    def find(cls, rows: Rows, batch: int) -> "_OfRows":
+        tensors = rows.local, rows.pending, rows.bulk_lengths, rows.decided
+        strides = tuple(_find_stride(each, batch) for each in tensors)
+        return cls(tensors, strides, (*strides[2:], *(each.data_ptr() % 16 == 0 for each in tensors)))
+
+
+def _find_stride(tensor: Tensor, batch: int) -> int:
+    """From row to row: 0, if all rows share one."""
+    return 0 if tensor.shape[0] < batch else tensor.stride(0)

@@ -18,8 +18,8 @@ from torch import Tensor
 from ... import sketch as definition
 from ...sketch import STEPS, Layout, codec
 from ...sketch.codec import Sketch
-from . import _Launches
 from .blocks import BLOCK, WORD_BITS, rotate, to_nearest
+from .launching import Launches
 
 ALIGNMENT = 16  # bytes, of addresses that are read at once
 DESCRIBED_TOKENS, DESCRIBED_WARPS = 64, 8  # that a program of `describe_kernel` reads at once
@@ -229,15 +229,15 @@ def find_sizes(layout: Layout, segment: int) -> dict[str, int]:
 
 
 @functools.cache
-def _bind_coding(layout: Layout, segment: int, last: int) -> tuple[_Launches, _Launches, _Launches, int]:
+def _bind_coding(layout: Layout, segment: int, last: int) -> tuple[Launches, Launches, Launches, int]:
     """Of the three kernels, for segments of these sizes; and how many tokens `code_kernel` codes at once."""
     wide = triton.next_power_of_2(layout.dim)
     sizes = find_sizes(layout, segment) | {"D": layout.dim, "BLOCK_D": wide}
     at_once = min(CODED_NUMBERS // wide, segment)
     return (
-        _Launches(**sizes, BLOCK_N=DESCRIBED_TOKENS, num_warps=DESCRIBED_WARPS),
-        _Launches(**sizes, BLOCK_N=at_once, num_warps=4),
-        _Launches(SEGMENT=segment, BLOCK_S=triton.next_power_of_2(segment + last), num_warps=4),
+        Launches(**sizes, BLOCK_N=DESCRIBED_TOKENS, num_warps=DESCRIBED_WARPS),
+        Launches(**sizes, BLOCK_N=at_once, num_warps=4),
+        Launches(SEGMENT=segment, BLOCK_S=triton.next_power_of_2(segment + last), num_warps=4),
         at_once,
     )
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from ... import sketch as definition
 from ...sketch import ERRORS, STEPS, Layout, codec
 from ...sketch.codec import Sketch
-from . import _Launches
 from .blocks import to_nearest
 from .coding import STEP_1, STEP_2, STEP_4, TINY, by_bits, find_sizes
+from .launching import Launches
 
 COLUMNS = tl.constexpr(32)  # of slopes, that a program rounds
 NUMBERS = 2048  # of segments that a program reads at once
@@ -97,11 +97,11 @@ def derive_kernel(
 
 
 @functools.cache
-def _bind_deriving(layout: Layout, value_dim: int, segment: int) -> _Launches:
+def _bind_deriving(layout: Layout, value_dim: int, segment: int) -> Launches:
     wide = triton.next_power_of_2(layout.dim)
     sizes = find_sizes(layout, segment)
     sizes |= {"D": layout.dim, "BLOCK_D": wide, "V": value_dim, "BLOCK_V": triton.next_power_of_2(value_dim)}
-    return _Launches(**sizes, BLOCK_S=NUMBERS // wide, num_warps=4)
+    return Launches(**sizes, BLOCK_S=NUMBERS // wide, num_warps=4)
 
 
 def derive(sketch: Sketch, rows: slice, length: int, covariance: Tensor) -> None:

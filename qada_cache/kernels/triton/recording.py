@@ -12,9 +12,9 @@ from ... import sketch as definition
 from ...sketch import Layout, coded
 from ...sketch.codec import Sketch
 from ...sketch.coded import RecordLayout
-from . import _Launches
 from .blocks import BLOCK, rotate
 from .coding import SIZES, TINY, align, by_bits, find_shifts, find_sizes, find_words, round_to_bfloat16
+from .launching import Launches
 from .record_kernels import SCALES
 
 NUMBERS = 2048  # of keys, and of values, that a program codes at once
@@ -128,7 +128,7 @@ def record_kernel(
 
 
 @functools.cache
-def _bind_recording(layout: Layout, records: RecordLayout, segment: int) -> tuple[_Launches, int]:
+def _bind_recording(layout: Layout, records: RecordLayout, segment: int) -> tuple[Launches, int]:
     """And how many tokens a program codes."""
     wide, wide_values = (triton.next_power_of_2(size) for size in (records.dim, records.value_dim))
     sizes = find_sizes(layout, segment)
@@ -136,7 +136,7 @@ def _bind_recording(layout: Layout, records: RecordLayout, segment: int) -> tupl
     sizes |= {"TURNED_D": coded.find_block(records.dim), "TURNED_V": coded.find_block(records.value_dim)}
     sizes |= {"D": records.dim, "BLOCK_D": wide, "V": records.value_dim, "BLOCK_V": wide_values}
     at_once = min(NUMBERS // max(wide, wide_values), segment)
-    return _Launches(**sizes, BLOCK_N=at_once, num_warps=4), at_once
+    return Launches(**sizes, BLOCK_N=at_once, num_warps=4), at_once
 
 
 def code_records(
