@@ -35,21 +35,25 @@ print(held - before, before - resident())
 """
 
 PEAK = """
-import mmap, sys
+import mmap, sys, time
 import torch
 from qada_cache.process_memory import PeakMemory
 
 kept = []
 
 def fill():  # 48 MiB of malloc's heap, with what stays between them
-    freed = []
+    filled = []
     for _ in range(768):
-        freed.append(torch.ones(2**14))
+        filled.append(torch.ones(2**14))
         kept.append(torch.ones(2**8))
+    return filled
 
 fill()
 with open(sys.argv[1], "rb") as file, PeakMemory() as memory:
-    fill()
+    filled = fill()
+    while memory.nbytes < 44 * 2**20:  # until the thread has looked; pages at the ends of blocks were never free
+        time.sleep(0.01)
+    del filled
     pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     sum(pages[::4096])
 print(memory.nbytes)
@@ -68,8 +72,9 @@ def test_free_memory_goes_back_to_the_system() -> None:
 def test_the_peak_is_of_what_is_taken_again_and_not_of_files(tmp_path: Path) -> None:
     """Memory that was freed before counts when it is taken again; a mapped file does not count."""
     (file := tmp_path / "mapped").write_bytes(os.urandom(32 * MIB))
-    done = subprocess.run([sys.executable, "-c", PEAK, str(file)], capture_output=True, text=True, check=True)
-    assert 46 * MIB < int(done.stdout) < 52 * MIB
+    command = [sys.executable, "-c", PEAK, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert int(done.stdout) < 52 * MIB
 
 
 def test_growth_of_a_prompt_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
