@@ -3,37 +3,61 @@
     python -m eval.memory --model smollm2 --tokens 7500 --dtype bfloat16 --out eval/results/memory-smollm2.csv
 
 Every cache has a process of its own: it loads the model, its key moments and kernels, reads a text and decodes behind
-it. `held_mib` is what `stats()` counts, sketch, moments and room to grow included; `peak_mib` is the most memory of the
-process above what it had before the text (Linux: `VmHWM`), which is read at once or in chunks (`--chunk`).
-`over_dynamic` and `peak_over_dynamic` are these over DynamicCache's. A table that exists is added to.
+it. `held_mib` is what `stats()` counts, sketch, moments and room to grow included. `peak_mib` is the most anonymous
+memory of the process above what it had before the text (`PeakMemory`, Linux), which is read at once or in chunks
+(`--chunk`): what the cache holds, temporaries of the model and of the cache, and free memory that malloc keeps.
+`over_dynamic` and `peak_over_dynamic` are these over DynamicCache's. `file_mib` is the size of the cache's file, and
+`copy_mib` what each of 16 copies adds that decodes one token (`Pss`). A table that exists is added to.
 """
 
 import argparse
+import copy
 import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from eval.prefix_reuse import count_held
 from eval.shared import language_model
 from eval.shared.tables import new_file, report
 from qada_cache import QAdACache, prepare
 from qada_cache.process_memory import PeakMemory
 from qada_cache.stats import count_bytes
 from qada_cache.tuning.measuring import read_default_text
+from qada_cache.versions import pass_cache
 
 DYNAMIC = "DynamicCache"
-BITS = {"QAdACache": None, "QAdACache, 16 bits": 16, "QAdACache, 8 bits": 8, "QAdACache, 4 bits": 4}
+BITS = {"QAdACache": None, "QAdACache, 16 bits": 16, "QAdACache, 4 bits": 4}
 CACHES = (DYNAMIC, *BITS)
+COPIES = 16
 MIB = 2**20
 
 
 def make(model: PreTrainedModel, name: str) -> Cache:
     """The cache of this name, empty."""
     return DynamicCache(config=model.config) if name == DYNAMIC else QAdACache(model, bulk_bits=BITS[name])
+
+
+def measure_file(cache: QAdACache) -> int:
+    """Bytes of the cache's file."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save(path := Path(folder) / "cache.safetensors")
+        return path.stat().st_size
+
+
+def measure_copies(model: PreTrainedModel, cache: QAdACache) -> int:
+    """Bytes that each of several copies adds which have decoded a token."""
+    before, copies = count_held()["all"], []
+    for _ in range(COPIES):
+        copies.append(copy.deepcopy(cache))
+        model(torch.zeros(1, 1, dtype=torch.long), **pass_cache(copies[-1]))
+    return (count_held()["all"] - before) // COPIES
 
 
 @torch.inference_mode()
@@ -52,15 +76,15 @@ def run(options: argparse.Namespace) -> dict[str, int]:
         return cache
 
     decode(ids[:, :1500], 2)  # kernels are built, and what libraries keep is there
-    memory = PeakMemory()
-    cache = decode(ids, options.new_tokens)
+    with PeakMemory() as memory:
+        cache = decode(ids, options.new_tokens)
     peak = memory.nbytes
     assert peak is not None
-    on_device, on_host = count_bytes(cache)
-    if isinstance(cache, QAdACache):
-        stats = cache.stats()
-        on_device, on_host = stats.device_bytes, stats.host_bytes
-    return {"held": on_device + on_host, "peak": peak}
+    if not isinstance(cache, QAdACache):
+        return {"held": sum(count_bytes(cache)), "peak": peak}
+    stats = cache.stats()
+    held, file = stats.device_bytes + stats.host_bytes, measure_file(cache)
+    return {"held": held, "peak": peak, "file": file, "copy": measure_copies(model, cache)}
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -88,10 +112,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         row |= {of: getattr(options, of) for of in ("tokens", "new_tokens", "chunk")}
         for what, over in (("held", "over_dynamic"), ("peak", "peak_over_dynamic")):
             row[f"{what}_mib"] = f"{take_median(name, what) / MIB:.1f}"
-            of = take_median(DYNAMIC, what)
-            row[over] = (
-                f"{take_median(name, what) / of:.3f}" if of > 0 else ""
-            )  # of a text that takes less than loading did
+            row[over] = f"{take_median(name, what) / take_median(DYNAMIC, what):.3f}"
+        for what in ("file", "copy"):
+            row[f"{what}_mib"] = "" if name == DYNAMIC else f"{take_median(name, what) / MIB:.1f}"
         rows.append(row)
     return rows
 
@@ -111,7 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.tokens, options.new_tokens, options.rounds) < 1 or options.chunk < 0:
         parser.error("--tokens, --new-tokens and --rounds must be at least 1, --chunk at least 0")
-    if PeakMemory().nbytes is None:
+    with PeakMemory() as memory:
+        pass
+    if memory.nbytes is None:
         parser.error("this system does not tell what a process takes: run it on Linux")
     if options.cache:
         print(json.dumps(run(options)))

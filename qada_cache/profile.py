@@ -59,7 +59,7 @@ def profile(model: PreTrainedModel, ids: Tensor, *, new_tokens: int, chunk: int,
 
 
 def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: int, chunk: int, bar: tqdm) -> Profile:
-    device, name, memory = find_inputs_device(model), type(cache).__name__, PeakMemory()
+    device, name = find_inputs_device(model), type(cache).__name__
     bar.set_postfix_str(name)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -74,11 +74,12 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
             torch.accelerator.synchronize(device)
         return time.perf_counter() - begin, token
 
-    prefill_seconds, token = read(ids.to(device).split(chunk, dim=1))
-    tokens = []
-    for _ in range(new_tokens):
-        seconds, token = read([token])
-        tokens.append((seconds, *count_bytes(cache)))
+    with PeakMemory() as memory:
+        prefill_seconds, token = read(ids.to(device).split(chunk, dim=1))
+        tokens = []
+        for _ in range(new_tokens):
+            seconds, token = read([token])
+            tokens.append((seconds, *count_bytes(cache)))
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.nbytes
     read_share, local = 1.0, {}
     if isinstance(cache, QAdACache):

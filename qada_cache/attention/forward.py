@@ -25,8 +25,8 @@ from ..kernels.operands import Query
 from ..kernels.reference import suspend_autocast
 from ..models import attention_table, decoder_forward, unwrap_model
 from ..models.sharding import UNSHARDED, check_sharding
+from ..process_memory import trim_growth
 from ..state.layer import QAdALayer, Seen
-from ..storage.transfers import trim
 from .block_mask import read_block_mask
 from .decode import attend_adaptively
 from .exact import attend_exactly, attend_to_prompt
@@ -35,8 +35,6 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 # Beside the names of flash attention, which are those of kernels from the Hub, too.
 _SERVED = ("eager", "sdpa", "flex_attention")
-TRIMMED_TOKENS = 1024  # the temporaries of a call of fewer are not worth the walk through malloc's heap
-TRIM_EVERY = 4  # layers: what is given back has to be asked for again, a tenth of the time of a short prompt's layer
 # The name that was in each config when its last cache was built. Configs are compared by identity.
 _switched_on: Any = WeakIdKeyDictionary()
 
@@ -223,10 +221,8 @@ def _attend(
     if empty or long:
         layer.last_step.forget()
         layer.store.absorb(key, value, valid)
-        place = layer.shared.model.layers.index(layer.index) + 1
-        is_due = place % TRIM_EVERY == 0 or place == len(layer.shared.model.layers)
-        if is_due and queries >= TRIMMED_TOKENS and query.device.type == "cpu":
-            trim()
+        if query.device.type == "cpu":
+            trim_growth()
     elif exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
         layer.last_step.forget()
         layer.store.append(key, value, valid)

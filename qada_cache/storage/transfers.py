@@ -6,7 +6,6 @@ waits. So all copies here are of one head of one row.
 """
 
 import contextlib
-import ctypes
 import functools
 import math
 import mmap
@@ -39,24 +38,6 @@ def make_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
                 memory.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def trim() -> None:
-    """Give the system back what malloc holds for nobody (glibc).
-
-    A prompt's temporaries of up to 32 MiB come from malloc's heap, and what a layer keeps lies between them: the heap
-    grew by 37 MiB a layer of 8,192 tokens, and stayed.
-    """
-    if (release := _find_malloc_trim()) is not None:
-        release(0)
-
-
-@functools.cache
-def _find_malloc_trim() -> Any:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another malloc; Windows
-        return None
 
 
 def count_pinned(size: int) -> int:

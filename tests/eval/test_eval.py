@@ -366,6 +366,10 @@ def test_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert {row["chunk"] for row in rows.values()} == {"700"}
     held = {name: float(row["held_mib"]) for name, row in rows.items()}
     assert held["QAdACache, 4 bits"] < held["QAdACache"] < held["DynamicCache"]
+    sizes = {name: float(row["file_mib"] or 0) for name, row in rows.items()}
+    assert 0 == sizes["DynamicCache"] < sizes["QAdACache, 4 bits"] < sizes["QAdACache"] < held["DynamicCache"]
+    assert all(float(row["peak_mib"]) >= 0.9 * held[name] for name, row in rows.items())
+    assert 0 < float(rows["QAdACache"]["copy_mib"]) < 2 * held["QAdACache"]
     with pytest.raises(SystemExit):
         memory.main([*model, "--tokens", "0"])
     assert "--tokens, --new-tokens and --rounds must be at least 1" in capsys.readouterr().err

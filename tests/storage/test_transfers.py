@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import platform
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +13,12 @@ from unittest import mock
 import pytest
 import torch
 from harness import SINKS, WINDOW, Inputs, new_layer
-from models import SMALL, exact, forced, generate, prompt, tiny
+from models import SMALL, generate, prompt, tiny
 from stand_in import accelerator, on_gpu, strided
 from torch import Tensor
 from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
-from qada_cache.attention import forward
 from qada_cache.serving.conversations import Conversation, Conversations, Limits
 from qada_cache.storage import bulk, transfers
 from qada_cache.storage.bulk import Bulk
@@ -276,41 +272,3 @@ def test_a_copy_is_pinned_too() -> None:
     assert twin.keys.is_pinned()
     assert twin.values.is_pinned()
     assert torch.equal(twin.keys[:, :, : twin.lengths[0]], keys[:, :, SINKS:-WINDOW].cpu())
-
-
-LOOSE = """
-import torch
-from qada_cache.storage.transfers import trim
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
-
-kept, freed = [], []
-for _ in range(200):  # blocks that malloc has in its heap, with what stays between them
-    freed.append(torch.ones(2**14))
-    kept.append(torch.ones(2**11))
-held = resident()
-del freed
-before = resident()
-trim()
-print(held - before, before - resident())
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
-def test_free_memory_goes_back_to_the_system() -> None:
-    done = subprocess.run([sys.executable, "-c", LOOSE], capture_output=True, text=True, check=True)
-    by_itself, by_us = map(float, done.stdout.split())
-    assert by_itself < 3
-    assert by_us > 6  # of 12.5 MiB, by pages
-
-
-@pytest.mark.parametrize(("tokens", "times"), [(40, 0), (100, 3)])
-def test_some_layers_of_a_long_call_trim(tokens: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[None] = []
-    monkeypatch.setattr(forward, "TRIMMED_TOKENS", 50)
-    monkeypatch.setattr(forward, "trim", lambda: called.append(None))
-    monkeypatch.setattr(forward, "TRIM_EVERY", 2)
-    model = tiny(num_hidden_layers=5)
-    forced(model, prompt(tokens)[0], [tokens], exact(model))
-    assert len(called) == times

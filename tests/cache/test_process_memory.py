@@ -1,0 +1,91 @@
+"""The process's memory: what it takes at most, and when malloc gives free memory back."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import exact, forced, prompt, tiny
+
+from qada_cache import process_memory
+
+MIB = 2**20
+of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+
+LOOSE = """
+import torch
+from qada_cache.process_memory import trim
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+kept, freed = [], []
+for _ in range(200):  # blocks that malloc has in its heap, with what stays between them
+    freed.append(torch.ones(2**14))
+    kept.append(torch.ones(2**11))
+held = resident()
+del freed
+before = resident()
+trim()
+print(held - before, before - resident())
+"""
+
+PEAK = """
+import mmap, sys, time
+import torch
+from qada_cache.process_memory import PeakMemory
+
+kept = []
+
+def fill():  # 48 MiB of malloc's heap, with what stays between them
+    filled = []
+    for _ in range(768):
+        filled.append(torch.ones(2**14))
+        kept.append(torch.ones(2**8))
+    return filled
+
+fill()
+with open(sys.argv[1], "rb") as file, PeakMemory() as memory:
+    filled = fill()
+    while memory.nbytes < 44 * 2**20:  # until the thread has looked; pages at the ends of blocks were never free
+        time.sleep(0.01)
+    del filled
+    pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    sum(pages[::4096])
+print(memory.nbytes)
+"""
+
+
+@of_glibc
+def test_free_memory_goes_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", LOOSE], capture_output=True, text=True, check=True)
+    by_itself, by_us = map(float, done.stdout.split())
+    assert by_itself < 3
+    assert by_us > 6  # of 12.5 MiB, by pages
+
+
+@of_glibc
+def test_the_peak_is_of_what_is_taken_again_and_not_of_files(tmp_path: Path) -> None:
+    """Memory that was freed before counts when it is taken again; a mapped file does not count."""
+    (file := tmp_path / "mapped").write_bytes(os.urandom(32 * MIB))
+    command = [sys.executable, "-c", PEAK, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert int(done.stdout) < 52 * MIB
+
+
+def test_growth_of_a_prompt_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After layers of a long call, once the process has grown by more than it may since the last time."""
+    called: list[None] = []
+    held = iter([100, 130, 133, 131, 90, 121, 123, 100, 101])  # 133 and 123 are too much; after it: 131 and 100
+    monkeypatch.setattr(process_memory, "_least", 100)
+    monkeypatch.setattr(process_memory, "WORTH_TRIMMING", 32)
+    monkeypatch.setattr(process_memory, "_read_anonymous", lambda: next(held))
+    monkeypatch.setattr(process_memory, "trim", lambda: called.append(None))
+    model = tiny(num_hidden_layers=7)
+    forced(model, prompt(300)[0], [300], exact(model))
+    assert len(called) == 2
+    assert next(held, None) is None
