@@ -215,7 +215,8 @@ def _attend(
         if exact:
             work = partial(attend_exactly, layer, layer.store, asked, key, value)
         else:
-            layer.store.append(key, value, valid)
+            layer.store.append(key, value, valid, write=False)
+            asked.unstored = (key, value) if valid is None else None
             work = partial(attend_adaptively, layer, layer.store, asked)
         with suspend_autocast(query.device):
             out = layer.shared.residents.retry(work)
@@ -238,7 +239,7 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
     managed = layer.shared.model
     name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
-    for argument, meaning in _UNSUPPORTED.items():
+    for argument, meaning in () if _UNSUPPORTED.keys().isdisjoint(kwargs) else _UNSUPPORTED.items():
         if kwargs.get(argument) is not None:
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
     for argument, meaning in _NOT_IN_TRITON.items() if layer.options.kernels == "triton" else ():
