@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..criterion import StaticHeads, gaussian_log_bulk, logit
 from ..kernels import choice
+from ..kernels.cpu import compiled_decode
 from ..kernels.operands import Operands, Query, Rows
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
@@ -25,9 +26,9 @@ BUS_TOKENS = 16
 def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tensor:
     """Query-adaptive attention: each head reads its sinks and window, a long-context head its bulk as well.
 
-    The call's own tokens have been appended to `store` already; every query has its own local set and is causal. There
-    is at most a window of queries, and the result is `[batch, heads, queries, value_dim]` in their dtype. Padding
-    queries get finite, unused values.
+    The call's own tokens have been appended to `store` already, those of `query.unstored` without being written; every
+    query has its own local set and is causal. There is at most a window of queries, and the result is `[batch, heads,
+    queries, value_dim]` in their dtype. Padding queries get finite, unused values.
     """
     states, bulk = query.states, store.bulk
     rows = layer.shared.forward_pass.find_rows(
@@ -42,6 +43,9 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
     plain, single = query.sink_logits is None and query.softcap is None, states.shape[2] == 1
     served = plain and (single or takes_turns(layer, store, states)) and not layer.is_observed()
     kernel, operands = find_step(layer, store, states, served)
+    if query.unstored is not None and kernel is not compiled_decode.fused_decode:  # which stores them itself
+        store.write(*query.unstored)
+        query.unstored = None
     if kernel is None:
         out, flags = attend_by_torch(layer, store, query, rows, operands)
     else:

@@ -213,7 +213,8 @@ def _attend(
         if exact:
             work = partial(attend_exactly, layer, layer.store, asked, key, value)
         else:
-            layer.store.append(key, value, valid)
+            layer.store.append(key, value, valid, write=False)
+            asked.unstored = (key, value) if valid is None else None
             work = partial(attend_adaptively, layer, layer.store, asked)
         with suspend_autocast(query.device):
             out = layer.shared.residents.retry(work)

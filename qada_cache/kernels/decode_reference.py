@@ -18,6 +18,8 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
     Returns `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group, 1]`, True where a
     head read its bulk (there is one, and the query is decided).
     """
+    for near, new in zip((layer.near_keys, layer.near_values), query.unstored or (), strict=False):
+        near[:, :, rows.columns - 1] = new[:, :, 0]
     lengths, dtype = rows.bulk_lengths.expand(len(query.states)).tolist(), query.states.dtype
     stored = layer
     if layer.records is not None:

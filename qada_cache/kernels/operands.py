@@ -46,6 +46,8 @@ class Query:
     # `log A_bulk`, float32 `[batch or 1, kv_heads, group, queries or 1]`: nan says as little as infinity. None: it is
     # known when all of the bulk is read ("oracle"), which no kernel does.
     log_bulk: Tensor | None = None
+    # Each row's key and value `[batch, kv_heads, 1, *]`, for the CPU's kernel to put into the last column first.
+    unstored: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -78,11 +80,10 @@ class Rows:
     split: dict[Any, "Rows"] = field(init=False, default_factory=dict, repr=False)  # `turn.py`'s: into single queries
 
     def __post_init__(self) -> None:
-        (queries, self.columns), self.device = self.local.shape[2:], self.local.device
-        self.queries = queries
+        (self.queries, self.columns), self.device = self.local.shape[2:], self.local.device
         named = {part.name: getattr(self, part.name) for part in fields(self)[:5]}
         self.number = max(map(len, named.values()))
-        masks, of_queries = (torch.bool, (1, queries, self.columns)), (1, queries)
+        masks, of_queries = (torch.bool, (1, self.queries, self.columns)), (1, self.queries)
         wanted = {
             **{"local": masks, "pending": masks, "bulk_tokens": (torch.int64, of_queries)},
             **{"bulk_lengths": (torch.int64, ()), "decided": (torch.bool, of_queries)},

@@ -46,6 +46,7 @@ class TokenStore:
         """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), and no moments
         or sketch. `residents` and `layer` are as for `Bulk`, `bulk_bits` for `RecordLayout.from_bits`."""
         self.sinks, self.window, self.offloading = sinks, window, offloading
+        self.dtypes = keys.dtype, values.dtype
         batch, kv_heads = keys.shape[:2]
         self.end = 0  # recent columns in use
         self.place: Tensor | None = None  # int64 [1]: the column that a graph being captured has a token go to
@@ -73,8 +74,7 @@ class TokenStore:
 
     def _make_bulk(self, residents: Residents, layer: int) -> Bulk:
         make = Bulk if self.record_layout is None else partial(CodedBulk, layout=self.record_layout)
-        given = self.near_keys, self.near_values
-        return make(*given, offloading=self.offloading, residents=residents, layer=layer)
+        return make(self.near_keys, self.near_values, offloading=self.offloading, residents=residents, layer=layer)
 
     @property
     def sketch(self) -> BulkSketch | None:
@@ -86,11 +86,6 @@ class TokenStore:
         """Rows held."""
         return len(self.lengths)
 
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of keys and of values."""
-        return self.near_keys.dtype, self.near_values.dtype
-
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` recent tokens."""
         columns = self.near_keys.shape[2]
@@ -101,22 +96,31 @@ class TokenStore:
                 self.near_keys = functional.pad(self.near_keys, (0, 0, 0, more))
                 self.near_values = functional.pad(self.near_values, (0, 0, 0, more))
 
-    def append(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
-        """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding."""
+    def append(self, keys: Tensor, values: Tensor, valid: Tensor | None, *, write: bool = True) -> None:
+        """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding. If not
+        `write`, tokens without padding are counted, and whoever asked has them put into their columns."""
         tokens = keys.shape[2]
         if self.end + tokens > self.capacity:
             groups = self._group_rows(self.lengths, self.flushed)
             self._set_recent(groups, [self._flush(rows, self._view_recent(rows), exact=False) for rows in groups])
         if valid is None:
             self.reserve(self.end + tokens)
-            start = self.sinks + self.end
-            for near, new in ((self.near_keys, keys), (self.near_values, values)):
-                near.narrow(2, start, tokens).copy_(new) if self.place is None else near.index_copy_(2, self.place, new)
             self.end += tokens
+            if write:
+                self.write(keys, values)
         else:
             groups = self._list_rows()
             self._set_recent(groups, [self._extend(rows, (keys, values), valid) for rows in groups])
         self.lengthen(tokens, valid, exact=False)
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Put the newest tokens of every row into their columns."""
+        stop, tokens = self.sinks + self.end, keys.shape[2]
+        for near, new in ((self.near_keys, keys), (self.near_values, values)):
+            if self.place is None:
+                near.narrow(2, stop - tokens, tokens).copy_(new)
+            else:
+                near.index_copy_(2, self.place, new)
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
@@ -231,8 +235,7 @@ class TokenStore:
 
     def lengthen(self, tokens: int, valid: Tensor | None, *, exact: bool) -> None:
         """Every row has so many more tokens."""
-        before = self.lengths
-        new = [tokens] * len(before) if valid is None else valid.sum(dim=-1).tolist()
+        before, new = self.lengths, [tokens] * self.batch if valid is None else valid.sum(dim=-1).tolist()
         self.lengths = list(map(add, before, new))
         for counts in (self.exact, self.alike) if exact else (self.alike,):
             counts[:] = map(_grow, counts, before, self.lengths)

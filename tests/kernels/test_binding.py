@@ -15,6 +15,7 @@ from qada_cache.kernels import cpu, decode_reference, operands
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.kernels.operands import Binding, OperandError, Operands, Query, Rows
 from qada_cache.sketch.codec import Sketch
+from qada_cache.storage import TokenStore
 from qada_cache.versions import pass_cache
 
 BULK = [(1100, 5), (63, 0)]
@@ -114,6 +115,73 @@ def test_a_step_is_looked_at_whatever_is_bound(change: Any) -> None:
     with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
         operands.check(*step_of(**first | change(first), binding=binding))
     operands.check(*call)
+
+
+def lay_out(part: Tensor, gap: int = 0) -> Tensor:
+    """The same numbers as a model's projection lays them out: heads side by side, `gap` numbers between them."""
+    made = torch.full((len(part), 1, part.shape[1], part.shape[3] + gap), torch.nan)
+    made[..., : part.shape[3]] = part.transpose(1, 2)
+    return made[..., : part.shape[3]].transpose(1, 2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("value_dim", [32, 24])
+def test_a_token_that_is_not_stored_is_stored_first(value_dim: int, gap: int) -> None:
+    """In the newest column alone, and only where it is given."""
+    held, made, binding = arguments(value_dim=value_dim), arguments(value_dim=value_dim), Binding()
+    wanted = compiled_decode.fused_decode(*step_of(**held))
+    call = step_of(**made, binding=binding)
+    near = call[2].near_keys, call[2].near_values
+    call[0].unstored = tuple(lay_out(part[:, :, -1:].clone(), gap) for part in near)
+    for part in near:
+        part[:, :, -1] = torch.nan
+    found = compiled_decode.fused_decode(*call)
+    assert all(map(torch.equal, found, wanted))
+    for part, name in zip(near, PARTS, strict=False):
+        assert torch.equal(part.nan_to_num(9.0), held[name].nan_to_num(9.0))
+    call[0].unstored, bound = None, binding.derived
+    near[0][:, :, -1] = near[1][:, :, -1] = 0.0
+    compiled_decode.fused_decode(*call)
+    assert not near[0][:, :, -1].any()
+    assert binding.derived is bound
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrong", ["new_keys", "new_values"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda new: new.double(), lambda new: new[:-1], lambda new: new[:, :1], lambda new: new[..., :-1],
+     lambda new: new.repeat(1, 1, 2, 1), lambda new: new.to("meta")],
+)  # fmt: skip
+def test_a_token_to_be_stored_is_looked_at(change: Any, wrong: str) -> None:
+    call = step_of(**arguments())
+    new = [part[:, :, -1:].clone() for part in (call[2].near_keys, call[2].near_values)]
+    place = ("new_keys", "new_values").index(wrong)
+    new[place] = change(new[place])
+    call[0].unstored = tuple(new)
+    with pytest.raises(OperandError, match=f"{wrong} is .* not torch.float32"):
+        compiled_decode.fused_decode(*call)
+
+
+@needs_compiler
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 3])
+def test_kernel_and_torch_store_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the first layer, on which attention has no influence, over more than one flush."""
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
+    model, ids, write = tiny(num_hidden_layers=1), prompt(400)[0].repeat(rows, 1), TokenStore.write
+    written, held = [], []
+    monkeypatch.setattr(TokenStore, "write", lambda *_: written.append(1) or write(*_))
+    ids[1:, 1:] = ids[1:, 1:].flip(1)
+    for kernels in ("auto", "torch"):
+        cache = QAdACache(model, moments="current", kernels=kernels)
+        for place in (200, *range(201, 400)):
+            model(ids[:, cache.get_seq_length() : place], **pass_cache(cache))
+        held.append(cache.layers[0].store)
+        assert len(written) == {"auto": 0, "torch": 199}[kernels]
+    parts = [(store.near_keys, store.near_values, *store.copy_tokens(slice(0, rows), 0, 399)) for store in held]
+    assert all(map(torch.equal, *parts))
 
 
 @needs_compiler

@@ -11,11 +11,13 @@ from torch import Tensor
 from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, selection
 from ...sketch.coded import Records
 from .. import cpu, operands
-from ..operands import Operands, Query, check
+from ..operands import OperandError, Operands, Query, check
 from ..turn import attend_to_turn
 from .building import check_size
 
 GROUP_RULES = {"head": 0, "any": 1}
+FLAGS = 32  # tensors of them that are made at once, as each by itself would take as long as it takes to decide
+NEW = ("new_keys", "new_values")
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
 
 
@@ -43,7 +45,7 @@ class Decode(ctypes.Structure):
     """`Query` and `Operands` of operands.py, rows and sketch included."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "out", "flags")),
+        *((name, ctypes.c_void_p) for name in ("query", *NEW, "out", "flags")),
         ("rows", Rows),
         *((name, View) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values", "log_bulk")),
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
@@ -125,17 +127,27 @@ class _Bound:
         check_size(Decode, kernels.decode_size(), cpu.SOURCE)
         self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(decode))
         self._out = (*states.shape[:3], value_dim)
-        self._flags = (states.shape[0], layer.kv_heads, group, 1)
+        self._flags = (FLAGS, states.shape[0], layer.kv_heads, group, 1)
+        self._unused: list[Tensor] = []  # of so many calls
+        near = layer.near_keys, layer.near_values
+        self._new = [(part.dtype, (len(states), layer.kv_heads, 1, part.shape[3])) for part in near]
 
     def compute(self, query: Query, rows: operands.Rows) -> tuple[Tensor, Tensor]:
         """`fused_decode` for another query and other rows than those that were bound."""
         states, mass, decode = query.states.contiguous(), query.log_bulk, self._decode
         assert mass is not None
+        new = () if query.unstored is None else [part.contiguous() for part in query.unstored]
+        for name, part, (dtype, shape) in zip(NEW, new, self._new, strict=False):
+            if (part.dtype, part.shape, part.is_cpu) != (dtype, shape, True):
+                raise OperandError(name, operands.describe(part), f"{dtype} {list(shape)} on cpu")
+        decode.new_keys, decode.new_values = [part.data_ptr() for part in new] or (None, None)
         if rows.derived is None:
             rows.derived = Rows(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
-        out = mass.new_empty(self._out)  # float32, as is `mass`
-        flags = mass.new_empty(self._flags, dtype=torch.bool)
+        out = mass.new_empty(*self._out)  # float32, as is `mass`
+        if not self._unused:
+            self._unused += mass.new_empty(*self._flags, dtype=torch.bool).unbind()
+        flags = self._unused.pop()
         decode.query, decode.out, decode.flags = states.data_ptr(), out.data_ptr(), flags.data_ptr()
         decode.rows, decode.threads, self._log_bulk.data = rows.derived, torch.get_num_threads(), mass.data_ptr()
         self._run()
-        return out.to(states.dtype), flags
+        return out if out.dtype is states.dtype else out.to(states.dtype), flags

@@ -28,10 +28,12 @@ struct Rows {
 
 struct Decode {
     const Element* query;
+    const Element *new_keys, *new_values;  // of each row's token, to be stored first; null where they are stored
     float* out;
     uint8_t* flags;
     Rows rows;
-    View<const Element> near_keys, near_values, bulk_keys, bulk_values;
+    View<Element> near_keys, near_values;
+    View<const Element> bulk_keys, bulk_values;
     View<const float> log_bulk;  // of each query of a head
     // Those of `Sketch` (sketch/codec.py); none without one. 16 bits are bfloat16.
     View<const uint32_t> codes;
@@ -75,6 +77,14 @@ struct Decode {
     }
     // How much a token must weigh of a query's attention to be read.
     float log_share_cut(int64_t row) const { return log_token_threshold - logf((float)count_bulk_tokens(row)); }
+
+    // Puts the token's key and value into the newest column, unless they are there.
+    void store_new(int64_t row, int64_t head) const {
+        if (!new_keys) return;
+        const int64_t index = row * kv_heads + head, column = rows.columns - 1;
+        std::copy_n(new_keys + index * DIM, DIM, near_keys.at(row, head) + column * DIM);
+        std::copy_n(new_values + index * VALUE_DIM, VALUE_DIM, near_values.at(row, head) + column * VALUE_DIM);
+    }
 
     // Adds the local columns where `mask` is set, run by run.
     void add_columns(Attention& partial, const uint8_t* mask, int64_t row, int64_t head) const {
@@ -124,6 +134,7 @@ bool needs_long_context(float local, float bulk, float logit_threshold) {
 inline bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* lse) {
     int64_t index = row * call.kv_heads + head;
     uint8_t* flags = call.flags + index * QUERIES;
+    call.store_new(row, head);
     Attention local(call.query + index * QUERIES * DIM, call.scaling);
     call.add_columns(local, call.rows.local.at(row), row, head);
     local.finish(out, lse);
