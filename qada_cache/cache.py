@@ -72,7 +72,7 @@ class QAdACache(WatchedCache):
             its attention, by the sketch, and estimates the others. 0: it reads all, as in the paper, and always under
             "dense", "oracle" and a threshold of 1.
         sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
-        bulk_bits: 16: the bulk is as the model made it. 8 or 4: closed segments have about so many bits a value, the
+        bulk_bits: 16: the bulk is as the model made it. 8 or 4: its tokens are read in about so many bits a value, the
             sketch's included, in layers whose heads have multiples of 8 channels, and a sketch is kept. None: 8 for a
             model on a CPU if its tokens are selected in the metric of its queries, else 16.
         prefill_threshold: 0: a first prompt is read exactly. Above: keys are read that get so many times an even share,

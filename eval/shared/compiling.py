@@ -70,8 +70,9 @@ class Step:
             layer.sketch, layer.token_threshold = Sketch(**made), 1.0
             layer.sketch_read_bytes = torch.zeros((), dtype=torch.int64, **size)
         if records:
-            tensor = torch.zeros(BATCH, KV_HEADS, self.capacity, records.size, dtype=torch.uint8, **size)
-            layer.records = Records(tensor, torch.ones(KV_HEADS, self.dim, dtype=torch.float32, **size), records)
+            rooms = self.capacity, stored
+            tensors = [torch.zeros(BATCH, KV_HEADS, room, records.size, dtype=torch.uint8, **size) for room in rooms]
+            layer.records = Records(*tensors, torch.ones(KV_HEADS, self.dim, dtype=torch.float32, **size), records)
         return query, rows, layer
 
     def record_launches(self) -> list["Recorder"]:

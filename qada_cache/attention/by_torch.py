@@ -154,7 +154,7 @@ def _count_and_prefetch(
     in_records = bulk.records is not None
     for row, length in enumerate(bulk.lengths):
         readers = selecting[row] if selecting else []
-        if in_records and bulk.stored[row]:  # whose keys follow from the sketch
+        if in_records and bulk.sketch is not None and bulk.sketch.lengths[row]:  # whose keys follow from the sketch
             readers = list(map(or_, readers, whole[row])) if selecting else whole[row]
         if heads := sum(readers):
             assert bulk.sketch is not None

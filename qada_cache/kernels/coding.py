@@ -73,14 +73,13 @@ def find_coding_fault(
     keys = keys.to(dtype)
     energies = None if plain else (2 * spread[1, 0, :, 0]).exp()
     covariance = torch.randn(ROWS, HEADS, value_dim, layout.dim, generator=made, dtype=torch.float32, device="cpu")
-    values = torch.randn(ROWS, HEADS, SEGMENT_TOKENS, value_dim, generator=made, dtype=torch.float32, device="cpu")
+    values = torch.randn(ROWS, HEADS, tokens, value_dim, generator=made, dtype=torch.float32, device="cpu")
     values, weights = values.to(dtype), spread[0, 0, :, 0].exp()
     records = RecordLayout(layout.dim, value_dim, *RUNGS[8])
     expected = quantize_segments(keys, None if energies is None else energies.expand(ROWS, -1, -1), layout)
     expected |= average_channels(expected, layout, tokens) | round_slopes(covariance)
     if has_records := RecordLayout.serves(layout.dim, value_dim):
-        closed, predicted = (part[:, :, :SEGMENT_TOKENS] for part in (keys, estimate_keys(expected, layout)))
-        expected["records"] = code_tokens(closed, values, predicted, weights, records)
+        expected["records"] = code_tokens(keys, values, estimate_keys(expected, layout), weights, records)
 
     def compute() -> tuple[Tensor, ...]:
         fields = list_fields(layout.dim, value_dim, layout.count, tokens).items()
@@ -89,8 +88,12 @@ def find_coding_fault(
         coder.code(sketch, rows, 0, keys.to(device), None if energies is None else energies.to(device))
         coder.derive(sketch, rows, tokens, covariance.to(device))
         if has_records:
-            told = closed.to(device), values.to(device), weights.to(device), records
-            there["records"] = coder.record(sketch, rows, 0, *told)
+            held = (part.to(device).split([SEGMENT_TOKENS, tokens - SEGMENT_TOKENS], dim=2) for part in (keys, values))
+            told = weights.to(device), records
+            coded = [
+                coder.record(sketch, rows, first, *part, *told) for first, part in enumerate(zip(*held, strict=True))
+            ]
+            there["records"] = torch.cat(coded, dim=2)
         return _reduce_to_compared({name: there[name].cpu() for name in expected}, expected)
 
     return find_fault(compute, _reduce_to_compared(expected, expected))

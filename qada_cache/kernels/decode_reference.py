@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..sketch import SEGMENT_TOKENS, count_closed
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, count_closed, count_segments
 from ..sketch.codec import Sketch
 from ..sketch.coded import decode_keys, decode_values, estimate_keys
 from .operands import Operands, Query, Rows
@@ -50,7 +50,7 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
     if stored.sketch is not None and stored.sketch_read_bytes is not None:
         for row, length in enumerate(lengths):
             readers = sum(selecting[row]) if selecting else 0
-            if stored.records is not None and count_closed(length):  # whose keys follow from the sketch
+            if stored.records is not None and length >= MIN_TOKENS:  # whose keys follow from the sketch
                 readers += sum(whole[row])
             stored.sketch_read_bytes += stored.sketch.count_read_bytes(length) * readers
     return out.reshape(*query.states.shape[:3], -1).to(dtype), flags
@@ -60,7 +60,7 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
     """The same layer without records, in float32. It counts no bytes."""
     assert layer.records is not None
     assert layer.sketch is not None
-    tensor, weights, layout = layer.records.tensor, layer.records.weights, layer.records.layout
+    held, weights, layout = layer.records, layer.records.weights, layer.records.layout
     longest = max(lengths)
     keys, values = (
         part.new_zeros(*part.shape[:2], longest, part.shape[3], dtype=torch.float32)
@@ -68,12 +68,14 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
     )
     for row, length in enumerate(lengths):
         closed, one = count_closed(length), slice(row, row + 1)
-        if closed:
-            records, predicted = tensor[one][:, :, :closed], predict_keys(layer.sketch, one, closed)
-            keys[row, :, :closed] = decode_keys(records, predicted, weights, layout)[0]
-            values[row, :, :closed] = decode_values(records, layout)[0]
+        if length >= MIN_TOKENS:
+            parts = held.tensor[one, :, :closed].to(held.open.device), held.open[one, :, : length - closed]
+            records, predicted = torch.cat(parts, dim=2), predict_keys(layer.sketch, one, length)
+            keys[row, :, :length] = decode_keys(records, predicted, weights, layout)[0]
+            values[row, :, :length] = decode_values(records, layout)[0]
+            continue
         for decoded, beside in ((keys, layer.bulk_keys), (values, layer.bulk_values)):
-            decoded[row, :, closed:length] = beside[row, :, : length - closed]
+            decoded[row, :, :length] = beside[row, :, :length]
     sketch = layer.sketch if layer.token_threshold > 0 else None
     local = layer.near_keys.float(), layer.near_values.float()
     found = Operands(*local, keys, values, layer.logit_threshold, layer.group_rule, layer.token_threshold)
@@ -82,11 +84,12 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
 
 
 def predict_keys(sketch: Sketch, rows: slice, tokens: int) -> Tensor:
-    """What the sketch says of the first `tokens` keys of rows, all of closed segments: float32 `[rows, kv_heads,
-    tokens, dim]`."""
+    """What the sketch says of the first `tokens` keys of rows, those of closed segments or all: float32 `[rows,
+    kv_heads, tokens, dim]`."""
     made = {name: part[rows] for name, part in sketch.to_tensors().items()}
     made |= {name: made[name][..., :tokens] for name in ("codes", "scales")}
-    return estimate_keys(made, sketch.layout, of=torch.arange(tokens, device=sketch.codes.device) // SEGMENT_TOKENS)
+    of = torch.arange(tokens, device=sketch.codes.device) // SEGMENT_TOKENS
+    return estimate_keys(made, sketch.layout, of=of.clamp_max(count_segments(tokens) - 1))
 
 
 def _gather(layer: Operands, row: int, head: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,8 +104,7 @@ def _count(layer: Operands, tokens: Tensor, length: int) -> None:
     """Count these tokens of one head of a bulk of `length`."""
     if layer.bulk_read_bytes is None:
         return
-    recorded = 0 if layer.records is None else int((tokens < count_closed(length)).sum())
     token_bytes = sum(part.shape[3] * part.element_size() for part in (layer.bulk_keys, layer.bulk_values))
-    layer.bulk_read_bytes += (len(tokens) - recorded) * token_bytes
-    if layer.records is not None:
-        layer.bulk_read_bytes += recorded * layer.records.layout.size
+    if layer.records is not None and length >= MIN_TOKENS:
+        token_bytes = layer.records.layout.size
+    layer.bulk_read_bytes += len(tokens) * token_bytes

@@ -37,7 +37,7 @@ def find_decode_fault(
     dim: int,
     value_dim: int,
     layout: Layout | None,  # of the sketch that tokens are selected by, None if all are read
-    records: RecordLayout | None,  # of what closed segments lie in, None if they lie in none
+    records: RecordLayout | None,  # of what a bulk lies in, None if it lies in none
     pinned: bool,  # whether the bulk lies in pinned host memory
     queries: int = 1,  # of a row, all alike: several for a `fused_turn`
 ) -> str | None:
@@ -54,8 +54,9 @@ def find_decode_fault(
         for name in ("bulk_keys", "bulk_values"):
             scene[name] = scene[name].masked_fill(~expected[0].any(dim=2, keepdim=True), torch.nan)
         if records is not None:
-            tensor = scene["records"].tensor.masked_fill(~expected[0].any(dim=2, keepdim=True), NOTHING)
-            scene["records"] = replace(scene["records"], tensor=tensor)
+            unread, held = ~expected[0].any(dim=2, keepdim=True), scene["records"]
+            parts = (part.masked_fill(unread, NOTHING) for part in (held.tensor, held.open))
+            scene["records"] = replace(held, **dict(zip(("tensor", "open"), parts, strict=True)))
         flags, out, *counted = expected
         expected = flags.expand(-1, -1, -1, queries), out.expand(-1, -1, queries, -1), *counted
         asked = scene | {name: scene[name].repeat_interleave(queries, dim=axis) for name, axis in AXES.items()}
@@ -76,7 +77,7 @@ def _compute(
     held, moved = ["bulk_keys", "bulk_values"], []
     if (records := scene.get("records")) is not None:
         held = ["records"]
-        kwargs["records"] = replace(records, weights=records.weights.to(device))
+        kwargs["records"] = replace(records, weights=records.weights.to(device), open=records.open.to(device))
     for name in held:
         buffer = (scene[name] if records is None else records.tensor).clone()
         if elsewhere:
@@ -153,14 +154,14 @@ def _make_scene(
     if records is not None:  # of the first row, as the others are too short
         closed, first = count_closed(length), slice(1)
         weights = find_query_weights(energies, dim, bulk_keys.device)
-        of_keys = bulk_keys[first, :, :closed], bulk_values[first, :, :closed]
-        coded = code_tokens(*of_keys, predict_keys(kwargs["sketch"], first, closed), weights, records)
-        tensor = coded.new_full((batch, KV_HEADS, closed + 41, records.size), NOTHING)
-        tensor[first, :, :closed] = coded
-        kwargs["records"] = Records(tensor, weights, records)
-        for part in (bulk_keys, bulk_values):
-            part[first] = part[first].roll(-closed, dims=2)
-            part[first, :, length - closed :] = torch.nan
+        held = bulk_keys[first, :, :length], bulk_values[first, :, :length]
+        coded = code_tokens(*held, predict_keys(kwargs["sketch"], first, length), weights, records)
+        parts = coded[:, :, :closed], coded[:, :, closed:]
+        tensors = [coded.new_full((batch, KV_HEADS, part.shape[2] + 41, records.size), NOTHING) for part in parts]
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor[first, :, : part.shape[2]] = part
+        kwargs["records"] = Records(*tensors, weights, records)
+        bulk_keys[first] = bulk_values[first] = torch.nan
     return dict(kwargs, near_keys=near_keys, near_values=near_values, bulk_keys=bulk_keys, bulk_values=bulk_values)
 
 

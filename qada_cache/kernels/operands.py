@@ -190,7 +190,7 @@ class Operands:
 
     near_keys: Tensor  # `[batch, kv_heads, columns or more, dim]`, in the dtype of queries, as all keys and values
     near_values: Tensor  # likewise, of `value_dim`
-    bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`; with `records` those that follow a row's
+    bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`; with `records` those that follow closed segments
     bulk_values: Tensor  # likewise, of `value_dim`
     logit_threshold: float  # as for `criterion.find_long_context`
     group_rule: str = "head"  # as for `criterion.decide_for_groups`
@@ -199,8 +199,8 @@ class Operands:
     # bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch `unreliable`,
     # and so does every group without a sketch.
     sketch: Sketch | None = None
-    # With a sketch: what bulks of `MIN_TOKENS` and more have their closed segments in. Without a token threshold the
-    # sketch then selects nothing.
+    # With a sketch: what bulks of `MIN_TOKENS` and more lie in; their keys and values are not read. Without a token
+    # threshold the sketch then selects nothing.
     records: Records | None = None
     bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
     sketch_read_bytes: Tensor | None = None  # int64 `[]`: likewise, of the sketch
@@ -225,7 +225,7 @@ class Operands:
         return (
             *(self.near_keys, self.near_values, self.bulk_keys, self.bulk_values),
             *(self.sketch, self.bulk_read_bytes, self.sketch_read_bytes),
-            *((None, None) if self.records is None else (self.records.tensor, self.records.weights)),
+            *((None,) * 3 if (held := self.records) is None else (held.tensor, held.open, held.weights)),
         )
 
 
@@ -249,7 +249,7 @@ def check(query: Query, rows: Rows, layer: Operands, *, shares: bool = False) ->
                 raise OperandError("bulk_lengths", rows.longest, f"of {most} tokens in records at most")
             if rows.longest > layer.sketch.scales.shape[2]:
                 raise OperandError("scales", describe(layer.sketch.scales), f"of {rows.longest} tokens or more")
-            needed = rows.longest_open
+            needed, room = rows.longest_open, min(room, layer.records.open.shape[2])
         if needed > room:
             raise OperandError("bulk_lengths", needed, f"at most {room}, as the bulk has room for")
     if not known:
@@ -283,11 +283,12 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
         capacity, words = layer.sketch.scales.shape[2], layer.sketch.codes.shape[2]
         if dim % BLOCK or not 0 < words <= dim // BLOCK:
             raise OperandError("codes", describe(layer.sketch.codes), f"of 1 to {dim // BLOCK} words")
-        room = layer.bulk_keys.shape[2]
-        if (records := layer.records) is not None:
-            room, size, recorded = 0, records.layout.size, records.tensor.shape[2]
+        room = layer.bulk_keys.shape[2] if (records := layer.records) is None else 0
+        if records is not None:
+            size, recorded, following = records.layout.size, records.tensor.shape[2], records.open.shape[2]
             place = device if records.tensor.device == device else torch.device("cpu")
             expected.append(("records", records.tensor, torch.uint8, (held, kv_heads, recorded, size), place))
+            expected.append(("open_records", records.open, torch.uint8, (held, kv_heads, following, size), device))
             expected.append(("record_weights", records.weights, torch.float32, (kv_heads, dim), device))
         if capacity < room:
             raise OperandError("scales", describe(layer.sketch.scales), f"of {room} tokens or more")

@@ -1,4 +1,4 @@
-"""Tokens of closed segments in few bits, a record each: what the sketch leaves of the key, and the value.
+"""Tokens of a bulk in few bits, a record each: what the sketch leaves of the key, and the value.
 
     R (m * (k - k_hat)) ~ a * odd        R v ~ b * odd
 
@@ -65,9 +65,10 @@ class RecordLayout:
 
 @dataclass(eq=False)
 class Records:
-    """The closed segments of each row's bulk, for kernels."""
+    """Of each row's bulk of `MIN_TOKENS` and more, for kernels."""
 
-    tensor: Tensor  # uint8 `[batch, kv_heads, capacity, size]`
+    tensor: Tensor  # uint8 `[batch, kv_heads, capacity, size]`: of closed segments
+    open: Tensor  # likewise, `[batch, kv_heads, room, size]` on the compute device: of the tokens that follow
     weights: Tensor  # `m`, float32 `[kv_heads, dim]`
     layout: RecordLayout
 

@@ -25,6 +25,7 @@ GROWTH = 1.25  # a store has room for at most this multiple of its tokens when i
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 FLAG_COPIES = 8  # a host that runs further ahead of the device forgets the flags of older calls
 STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
+Tokens = tuple[int, int] | Tensor  # first and end of a span, or an ascending index
 
 
 class Bulk(RowTensors):
@@ -38,7 +39,7 @@ class Bulk(RowTensors):
     beside: tuple[Tensor, ...] = ()  # on the compute device, tokens that are not in `tensors`
     sketched_beside = 0  # of these, at most so many of a row that has a sketch
     sketch: "BulkSketch | None" = None  # of its keys; `TokenStore` has it follow
-    records: Records | None = None  # what closed segments lie in, if not as keys and values
+    records: Records | None = None  # what rows with a sketch lie in, if not as keys and values
     _reader: Any = None  # stream of the last kernel that read it in place
 
     def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:
@@ -187,6 +188,9 @@ class Bulk(RowTensors):
     def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
         """The sketch has `made` this of segments that will not change any more."""
 
+    def code_open(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
+        """The sketch has `made` this of the open segment, all that follows closed ones."""
+
     def _store(self, rows: slice, *added: Tensor) -> None:
         """Add tokens to `tensors`."""
         start = self.stored[rows.start]
@@ -237,16 +241,21 @@ class Bulk(RowTensors):
         """What the device has of a head in `tensors`, if that is up to date."""
         return self.residents.get(head, self.stored)
 
+    def count_beside_bytes(self, row: int, *, coded: bool) -> int:
+        """Bytes of one head of a token `beside`, as read by `decode`."""
+        return self.token_bytes
+
     def decode(
-        self, rows: slice, heads: slice, tokens: tuple[int, int] | Tensor, stored: tuple[Tensor, ...]
+        self, rows: slice, heads: slice, tokens: Tokens, stored: tuple[Tensor, ...], *, coded: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values `[rows, heads, tokens, dim]` of a span, or of an ascending index, of rows of equal length;
-        `stored` is what `tensors` have of these, on the compute device."""
+        """Keys and values `[rows, heads, tokens, dim]` of rows of equal length; `stored` is what `tensors` have of
+        these, on the compute device. `coded`: as query-adaptive calls read them, in few bits where there are records.
+        """
         return stored[0], stored[1]
 
-    def read(self, rows: slice, heads: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def read(self, rows: slice, heads: slice, start: int, stop: int, *, coded: bool = False) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, heads, stop - start, dim]` on the compute device, of rows of equal length: a view, or
-        a copy if offloaded."""
+        a copy if offloaded. `coded` as for `decode`."""
         here = self.clip_stored(rows.indices(len(self.stored))[0], start, stop)
         parts = tuple(tensor[rows, heads, here] for tensor in self.tensors)
         if self.offloaded and (here.start < here.stop or not self.beside):
@@ -254,7 +263,7 @@ class Bulk(RowTensors):
             arrived = double_buffer((head, self.fetch(head, start, stop)) for head in each)
             copies = zip(*(pair for _, pair in arrived), strict=True)
             parts = tuple(torch.cat(copy).view_as(part) for copy, part in zip(copies, parts, strict=True))
-        return self.decode(rows, heads, (start, stop), parts)
+        return self.decode(rows, heads, (start, stop), parts, coded=coded)
 
     def cut_spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:
         """A row's tokens from `start` on, `(first, end)` each, so short that `heads` heads hold `STREAM_TOKENS`."""

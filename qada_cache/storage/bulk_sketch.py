@@ -111,8 +111,7 @@ class BulkSketch:
             if stop > coded:
                 with suspend_autocast(keys.device):
                     made = self._code(rows, keys, start, stop)
-                    if stop <= last:
-                        bulk.close(rows, keys, values, made)
+                    (bulk.close if stop <= last else bulk.code_open)(rows, keys, values, made)
             new = max(0, known - start)
             if new < stop - start and not together:
                 self._correlate(rows, keys[:, :, new:], values[:, :, new:], start + new)
@@ -210,7 +209,12 @@ class BulkSketch:
             part.copy_(found)
         for row, length in enumerate(wanted):
             if length:
-                self._derive(slice(row, row + 1), length)
+                own, start, kept = slice(row, row + 1), find_segment_start(length), self.tensors.to_tensors()
+                self._derive(own, length)
+                if bulk.beside:  # no file keeps records of the open segment
+                    made = {name: _view_span(name, kept[name][own], start, length) for name in (*TOKENS, *SEGMENTS)}
+                    with suspend_autocast(self.mean_key.device):
+                        bulk.code_open(own, *bulk.read(own, slice(None), start, length), made)
 
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""

@@ -1,4 +1,4 @@
-"""A bulk in few bits: a record for each token of closed segments (`sketch/coded.py`), the open one's as they are."""
+"""A bulk in few bits: a record for each token (`sketch/coded.py`), and those of the open segment as they are too."""
 
 from operator import sub
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.decoding import decode_records
-from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, count_closed
+from ..sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, count_closed, count_segments
 from ..sketch.coded import (
     RecordLayout,
     Records,
@@ -18,18 +18,21 @@ from ..sketch.coded import (
     estimate_keys,
     find_query_weights,
 )
-from .bulk import Bulk
+from .bulk import Bulk, Tokens
 from .bulk_sketch import SEGMENTS, TOKENS
 
 STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush
 
 
 class CodedBulk(Bulk):
-    """Its tensors are the records, uint8 `[batch, kv_heads, capacity, size]`. `beside` them, on the compute device, are
-    the keys and values that follow a row's records, as the model made them, which copies share until they are written.
+    """Its tensors are the records of closed segments, uint8 `[batch, kv_heads, capacity, size]`. `beside` them, on the
+    compute device, are keys and values of the tokens that follow, as the model made them, and their records. Copies
+    share these until they are written.
 
-    A record says how a key differs from what the sketch says of it, so segments are coded as the sketch closes them. A
-    crop into a closed segment opens it again: its tokens are decoded, and coded once more when it closes.
+    A record says how a key differs from what the sketch says of it, so tokens are coded when the sketch codes them: the
+    open segment again as it grows. Query-adaptive calls read it `coded`; others, and the next coding, read it as the
+    model made it. A crop into a closed segment opens it again: its tokens are decoded, and
+    coded once more.
     """
 
     growth = 1 + 1 / 64  # what has room for more takes memory that records are to save
@@ -44,9 +47,9 @@ class CodedBulk(Bulk):
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
         batch, kv_heads = keys.shape[:2]
-        records = keys.new_empty(batch, kv_heads, 0, self.layout.size, dtype=torch.uint8)
         with torch.inference_mode(False):  # as in `_allocate`
-            self.beside = tuple(like.new_empty(batch, kv_heads, 0, like.shape[3]) for like in (keys, values))
+            records = keys.new_empty(batch, kv_heads, 0, self.layout.size, dtype=torch.uint8)
+            self.beside = *(like.new_empty(batch, kv_heads, 0, like.shape[3]) for like in (keys, values)), records
         self.lengths = [0] * batch
         self.adopt(None, self._allocate(records, 0), lengths=[0] * batch)
 
@@ -77,7 +80,7 @@ class CodedBulk(Bulk):
         """As `Bulk`."""
         if self.sketch is None or not self.sketch.in_use:
             return None
-        return Records(self.tensors[0], self._weights, self.layout)
+        return Records(self.tensors[0], self.beside[2], self._weights, self.layout)
 
     @property
     def _weights(self) -> Tensor:
@@ -90,14 +93,14 @@ class CodedBulk(Bulk):
         return self._known_weights[1]
 
     def put_beside(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
-        """Hold the tokens that follow the records; row `r` then has `lengths[r]` in all."""
+        """Hold the tokens that follow the records; row `r` then has `lengths[r]` in all. Their own are to follow."""
         self.lengths = list(lengths)
         self._fit_beside()
-        for room, held in zip(self.beside, (keys, values), strict=True):
+        for room, held in zip(self.beside[:2], (keys, values), strict=True):
             room[:, :, : held.shape[2]] = held
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
-        """As `Bulk`; segments that close are coded."""
+        """As `Bulk`; segments that close are coded, and what follows them."""
         assert self.sketch is not None
         stored, before = self.stored[rows.start], self.lengths[rows.start]
         length = before + keys.shape[2]
@@ -105,56 +108,74 @@ class CodedBulk(Bulk):
         if closed > stored and before > stored:
             keys, values = (
                 torch.cat([held[rows, :, : before - stored], new], dim=2)
-                for held, new in zip(self.beside, (keys, values), strict=True)
+                for held, new in zip(self.beside[:2], (keys, values), strict=True)
             )
-            before = stored
         self.lengths[rows] = [length] * len(self.lengths[rows])
         if closed > stored:
             self.reserve(closed)
-            self.sketch.append_from(self, rows, (keys, values))  # which closes segments
-        start = max(before, closed)
+            self.sketch.append_from(self, rows, (keys, values))
+            return
         self._fit_beside()
-        for held, new in zip(self.beside, (keys, values), strict=True):
-            held[rows, :, start - closed : length - closed] = new[:, :, start - before :]
+        for held, new in zip(self.beside[:2], (keys, values), strict=True):
+            held[rows, :, before - stored : length - stored] = new
 
     def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
         """Code the segments that follow the records of rows alike, which the sketch holds as `made`."""
+        self._store(rows, self._code(rows, keys, values, made))
+
+    def code_open(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
+        """As `Bulk`; it takes its tokens, `beside`."""
+        records = self._code(rows, keys, values, made)
+        self._fit_beside()
+        for held, part in zip(self.beside, (keys, values, records), strict=True):
+            held[rows, :, : part.shape[2]] = part
+
+    def _code(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> Tensor:
+        """Records of tokens that follow those of closed segments, of rows alike; the sketch holds them as `made`."""
         assert self.sketch is not None
         if (coder := self.sketch.find_coder()) is not None:
             places = self.sketch.tensors, rows, self.stored[rows.start] // SEGMENT_TOKENS
-            self._store(rows, coder.record(*places, keys, values, self._weights, self.layout))
-            return
+            return coder.record(*places, keys, values, self._weights, self.layout)
         predicted = estimate_keys(made, self.sketch.layout)
-        self._store(rows, code_tokens(keys, values, predicted, self._find_weights(slice(None)), self.layout))
+        return code_tokens(keys, values, predicted, self._find_weights(slice(None)), self.layout)
 
     def choose_stored(self, row: int, index: Tensor) -> Tensor:
         """As `Bulk`; reading their number waits for the device."""
         return index[: int((index < self.stored[row]).sum())]
 
+    def count_beside_bytes(self, row: int, *, coded: bool) -> int:
+        """As `Bulk`."""
+        return self.layout.size if coded and self.lengths[row] >= MIN_TOKENS else self.token_bytes
+
     def decode(
-        self, rows: slice, heads: slice, tokens: tuple[int, int] | Tensor, stored: tuple[Tensor, ...]
+        self, rows: slice, heads: slice, tokens: Tokens, stored: tuple[Tensor, ...], *, coded: bool = False
     ) -> tuple[Tensor, Tensor]:
         """As `Bulk`, in the dtypes of the model."""
-        (records,), parts = stored, []
-        count, first = records.shape[2], self.stored[rows.indices(len(self.stored))[0]]
+        (records,), parts, row = stored, [], rows.indices(len(self.stored))[0]
+        count, first = records.shape[2], self.stored[row]
         if isinstance(tokens, Tensor):
-            index, beside = tokens[:count], [held[rows, heads][:, :, tokens[count:] - first] for held in self.beside]
+            beside = [held[rows, heads][:, :, tokens[count:] - first] for held in self.beside]
         else:
             start, stop = (max(0, end - first) for end in tokens)
-            index = torch.arange(tokens[0], tokens[0] + count, device=self.device)
             beside = [held[rows, heads, start:stop] for held in self.beside]
+        if coded and self.lengths[row] >= MIN_TOKENS:
+            records = torch.cat([records, beside[2]], dim=2) if count else beside[2]
+            count, beside = records.shape[2], [held[:, :, :0] for held in beside]
         if count:
             assert self.sketch is not None
             weights, found = self._find_weights(heads), None
             if not isinstance(tokens, Tensor):
                 sketch = self.sketch.tensors.map(lambda held: held[rows, heads])
-                found = decode_records(records, sketch, weights, self.layout, first=tokens[0])
+                told = {"first": tokens[0], "segments": count_segments(self.lengths[row])}
+                found = decode_records(records, sketch, weights, self.layout, **told)
             if found is None:
+                index = tokens if isinstance(tokens, Tensor) else torch.arange(*tokens, device=self.device)
+                index = index[:count]
                 predicted = self._predict(rows, heads, index)
                 found = decode_keys(records, predicted, weights, self.layout), decode_values(records, self.layout)
-            parts.append([part.to(like.dtype) for part, like in zip(found, self.beside, strict=True)])
+            parts.append([part.to(like.dtype) for part, like in zip(found, self.beside[:2], strict=True)])
         if beside[0].shape[2] or not count:
-            parts.append(beside)
+            parts.append(beside[:2])
         keys, values = (torch.cat(each, dim=2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
         return keys, values
 
@@ -171,7 +192,7 @@ class CodedBulk(Bulk):
         if opened:
             self._fit_beside()
         for row, tokens in opened.items():
-            for held, again in zip(self.beside, tokens, strict=True):
+            for held, again in zip(self.beside[:2], tokens, strict=True):
                 held[row, :, : again.shape[2]] = again[0]
 
     @torch.inference_mode(False)  # as in `_allocate`
@@ -205,18 +226,21 @@ class CodedBulk(Bulk):
         kept = self.sketch.tensors.to_tensors()
         made = {name: kept[name][rows, heads] for name in (*TOKENS, *SEGMENTS)}
         made |= {name: made[name][..., index] for name in TOKENS}
-        return estimate_keys(made, self.sketch.layout, of=index.div(SEGMENT_TOKENS, rounding_mode="floor"))
+        of = index.div(SEGMENT_TOKENS, rounding_mode="floor")
+        of = of.clamp_max(count_segments(self.lengths[rows.indices(len(self.lengths))[0]]) - 1)
+        return estimate_keys(made, self.sketch.layout, of=of)
 
     @torch.inference_mode(False)  # as in `_allocate`
     def _fit_beside(self) -> None:
         """Before something is written there: have room for the tokens beside the records, and not much more, unlent."""
-        tokens, had = max(map(sub, self.lengths, self.stored), default=0), self.keys.shape[2]
+        tokens = max(map(sub, self.lengths, self.stored), default=0)
         room = -(-tokens // STEP) * STEP
-        if room == had and not self.lent_bytes:
+        rooms = room, room, room if max(self.lengths, default=0) >= MIN_TOKENS else 0
+        if [held.shape[2] for held in self.beside] == [*rooms] and not self.lent_bytes:
             return
-        fitted, kept = [], slice(0, min(room, had))
-        for old in self.beside:
-            new = old.new_empty(*old.shape[:2], room, old.shape[3])
+        fitted = []
+        for old, room in zip(self.beside, rooms, strict=True):
+            new, kept = old.new_empty(*old.shape[:2], room, old.shape[3]), slice(0, min(room, old.shape[2]))
             new[:, :, kept] = old[:, :, kept]
             fitted.append(new)
         self._hold(*fitted)

@@ -46,20 +46,21 @@ def read_parts(
             for flag, indices in itertools.groupby(range(len(flags)), key=flags.__getitem__):
                 if flag and bulk.lengths[row]:
                     run = list(indices)
-                    yield _view(bulk, slice(row, row + 1), slice(run[0], run[-1] + 1), 0, bulk.lengths[row])
+                    heads = slice(run[0], run[-1] + 1)
+                    yield _view(bulk, slice(row, row + 1), heads, 0, bulk.lengths[row], coded=True)
     elif not selecting or any(map(any, whole)):  # residents count the calls that ask for some
-        heads = _find_heads(bulk, whole)
+        wanted = _find_heads(bulk, whole)
         prefetched, before = bulk.prefetched, {}
         if update_residency:
-            before = bulk.residents.flag(heads)
-            bulk.flagged, bulk.prefetched = heads, {}
+            before = bulk.residents.flag(wanted)
+            bulk.flagged, bulk.prefetched = wanted, {}
         for head, span, tensors, counted in _bring(
-            bulk, [(head, (0, bulk.lengths[head[0]])) for head in heads], prefetched
+            bulk, [(head, (0, bulk.lengths[head[0]])) for head in wanted], prefetched
         ):
             if update_residency and counted != "resident_hit_bytes":
                 nbytes = sum(tensor.nbytes for tensor in tensors)
                 bulk.residents.keep(head, nbytes, before[head], functools.partial(AsyncCopy, tensors))
-            yield _make_part(bulk, head, span, tensors, counted)
+            yield _make_part(bulk, head, span, tensors, counted, coded=True)
     else:  # the next call is not expected to read any whole, and what was fetched for this one goes
         bulk.flagged, bulk.prefetched = [], {}
 
@@ -78,7 +79,7 @@ def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]]) -> Iterator[
                 yield (head, tokens, "resident_hit_bytes"), found
 
     for (head, tokens, counted), tensors in double_buffer(start_copies()):
-        yield _make_part(bulk, head, tokens, tensors, counted)
+        yield _make_part(bulk, head, tokens, tensors, counted, coded=True)
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
@@ -88,11 +89,11 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     heads = range(bulk.keys.shape[1])
     if not bulk.offloaded:
         spans = bulk.cut_spans(rows.start, heads=len(heads) * DECODED_SHARE if bulk.beside else 1)
-        yield from (_view(bulk, rows, slice(0, len(heads)), *span) for span in spans)
+        yield from (_view(bulk, rows, slice(0, len(heads)), *span, coded=False) for span in spans)
         return
     every = itertools.product(range(rows.start, rows.stop), heads)
     for brought in _bring(bulk, list(itertools.product(every, bulk.cut_spans(rows.start))), {}):
-        yield _make_part(bulk, *brought)
+        yield _make_part(bulk, *brought, coded=False)
 
 
 def _bring(
@@ -152,20 +153,23 @@ def _find_heads(bulk: Bulk, wanted: list[list[bool]]) -> list[Head]:
     return [(row, head) for row, flags in enumerate(wanted) if bulk.lengths[row] for head, f in enumerate(flags) if f]
 
 
-def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> Part:
-    keys, values = bulk.read(rows, heads, start, stop)
+def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int, *, coded: bool) -> Part:
+    keys, values = bulk.read(rows, heads, start, stop, coded=coded)
     here, each = bulk.clip_stored(rows.start, start, stop), keys.shape[0] * keys.shape[1]
-    stored = here.stop - here.start
-    nbytes = each * (stored * bulk.stored_token_bytes + (stop - start - stored) * bulk.token_bytes)
+    stored, beside_bytes = here.stop - here.start, bulk.count_beside_bytes(rows.start, coded=coded)
+    nbytes = each * (stored * bulk.stored_token_bytes + (stop - start - stored) * beside_bytes)
     return Part(rows, heads, keys, values, bulk_read_bytes=nbytes)
 
 
-def _make_part(bulk: Bulk, head: Head, tokens: Span | Tensor, tensors: tuple[Tensor, ...], counted: str) -> Part:
+def _make_part(
+    bulk: Bulk, head: Head, tokens: Span | Tensor, tensors: tuple[Tensor, ...], counted: str, *, coded: bool
+) -> Part:
     """Of what the bulk stores of a head's tokens. `counted` is the field for the bytes of that; empty: they were
     counted before. Tokens beside it are the bulk's own."""
     rows, heads = slice(head[0], head[0] + 1), slice(head[1], head[1] + 1)
-    keys, values = bulk.decode(rows, heads, tokens, tensors)
-    nbytes = {"bulk_read_bytes": (keys.shape[2] - tensors[0].shape[2]) * bulk.token_bytes}
+    keys, values = bulk.decode(rows, heads, tokens, tensors, coded=coded)
+    beside_bytes = bulk.count_beside_bytes(head[0], coded=coded)
+    nbytes = {"bulk_read_bytes": (keys.shape[2] - tensors[0].shape[2]) * beside_bytes}
     if counted:
         nbytes[counted] = nbytes.get(counted, 0) + sum(tensor.nbytes for tensor in tensors)
     return Part(rows, heads, keys, values, **nbytes)

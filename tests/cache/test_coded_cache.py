@@ -53,12 +53,14 @@ def filled(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **op
     return cache
 
 
-def uncoded(model: PreTrainedModel, coded: QAdACache, ids: Tensor, **options: Any) -> QAdACache:
-    """A cache in 16 bits that holds what the coded one's records say."""
+def uncoded(
+    model: PreTrainedModel, cache_in_few: QAdACache, ids: Tensor, *, coded: bool = True, **options: Any
+) -> QAdACache:
+    """A cache in 16 bits that holds what the other one's records say; of its open segment only if that is `coded`."""
     cache = filled(model, ids, bulk_bits=16, **options)
-    for ours, theirs in zip(cache.layers, coded.layers, strict=True):
+    for ours, theirs in zip(cache.layers, cache_in_few.layers, strict=True):
         length = theirs.store.bulk.lengths[0]
-        said = theirs.store.bulk.read(slice(0, 1), slice(None), 0, length)
+        said = theirs.store.bulk.read(slice(0, 1), slice(None), 0, length, coded=coded)
         for held, part in zip(ours.store.bulk.tensors, said, strict=True):
             assert not torch.equal(held[:, :, :length], part)
             held[:, :, :length] = part
@@ -72,29 +74,29 @@ def test_all_is_read_as_stored(bits: int) -> None:
     cache, stock = filled(model, ids[:, :PROMPT], **DENSE, bulk_bits=bits), DynamicCache(config=model.config)
     for layer in cache.layers:
         store = layer.store
-        bulk = store.bulk.read(slice(0, 1), slice(None), 0, store.bulk.lengths[0])
+        bulk = store.bulk.read(slice(0, 1), slice(None), 0, store.bulk.lengths[0], coded=True)
         assert bulk[0].dtype == torch.float64
         sinks, recent = store.view_near(slice(0, 1))
         stock.update(*(torch.cat(each, dim=2) for each in zip(sinks, bulk, recent, strict=True)), layer.index)
     given = ids[:, PROMPT:]
     wanted, found = follow(model, stock, given), follow(model, cache, given)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)  # attention sums in float32
-    stored, length, dim = cache.layers[0].store.bulk.stored[0], cache.layers[0].store.bulk.lengths[0], 8
-    assert stored == 1536
+    length, dim = cache.layers[0].store.bulk.lengths[0], 8
+    assert cache.layers[0].store.bulk.stored == [1536]
     records = {8: 16, 4: 12}[bits]  # bytes: 4 of scales, and 11 or 8 bits of 8 channels
-    assert cache.stats().bulk_read_bytes == 2 * 2 * TOKENS * (stored * records + (length - stored) * 2 * 8 * dim)
+    assert cache.stats().bulk_read_bytes == 2 * 2 * TOKENS * length * records
     assert cache.stats().dense_bulk_bytes == 2 * 2 * TOKENS * length * 2 * 8 * dim
 
 
 def test_selected_tokens_are_read_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a cache that holds what records say; each costs its record, or what it takes beside them."""
+    """As those of a cache that holds what records say; each costs its record, in closed segments and the open one."""
     model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
     cache = filled(model, ids[:, :PROMPT], bulk_bits=8, kernels="torch", **SELECTING)
     wanted, read = uncoded(model, cache, ids[:, :PROMPT], kernels="torch", **SELECTING), [0, 0]
     decode = CodedBulk.decode
 
-    def counted(bulk: CodedBulk, rows: slice, heads: slice, tokens: Any, stored: Any) -> Any:
-        found = decode(bulk, rows, heads, tokens, stored)
+    def counted(bulk: CodedBulk, rows: slice, heads: slice, tokens: Any, stored: Any, *, coded: bool) -> Any:
+        found = decode(bulk, rows, heads, tokens, stored, coded=coded)
         each = found[0].shape[1]
         read[0] += stored[0].shape[2] * each
         read[1] += (found[0].shape[2] - stored[0].shape[2]) * each
@@ -107,7 +109,7 @@ def test_selected_tokens_are_read_as_stored(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < ours.sketch_read_bytes == theirs.sketch_read_bytes
     assert sum(read) * 64 == theirs.bulk_read_bytes
     assert min(read) > 0
-    assert read[0] * 16 + read[1] * 64 == ours.bulk_read_bytes
+    assert sum(read) * 16 == ours.bulk_read_bytes
 
 
 def test_bytes_held() -> None:
@@ -118,8 +120,8 @@ def test_bytes_held() -> None:
         bulks = [layer.store.bulk for layer in cache.layers]
         records = sum(bulk.tensors[0].nbytes for bulk in bulks)
         assert records <= 2 * 2 * 12 * 1536 * 33 / 32 + 2 * 2 * 12 * 256
-        beside = sum(held.nbytes for bulk in bulks for held in (bulk.keys, bulk.values))
-        assert beside == 2 * 2 * 352 * 64  # 349 tokens
+        beside = sum(held.nbytes for bulk in bulks for held in bulk.beside)
+        assert beside == 2 * 2 * 352 * (64 + 12)  # 349 tokens, and their records
         ours, theirs = cache.stats(), plain.stats()
         assert ours.host_bytes == (records if offloading else 0)
         held, sketches = ours.device_bytes + ours.host_bytes, sum(bulk.sketch.nbytes for bulk in bulks)
@@ -186,7 +188,7 @@ def test_long_turns_read_records() -> None:
     """A turn of more than a window: full attention over the cache as stored."""
     model, ids = tiny(), prompt(PROMPT + 200)[0]
     cache = filled(model, ids[:, :PROMPT], bulk_bits=8, **SELECTING)
-    plain = uncoded(model, cache, ids[:, :PROMPT], **SELECTING)
+    plain = uncoded(model, cache, ids[:, :PROMPT], coded=False, **SELECTING)
     with torch.no_grad():
         found, wanted = (model(ids[:, PROMPT:], **pass_cache(each)).logits for each in (cache, plain))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -199,7 +201,7 @@ def test_copies_share_records(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
     cache = filled(model, ids[:, :PROMPT], bulk_bits=8, **DENSE)
     twin = copy.deepcopy(cache)
-    records, beside = 2 * 2 * 1536 * 16 * private_map.AVAILABLE, 2 * 2 * 352 * 64
+    records, beside = 2 * 2 * 1536 * 16 * private_map.AVAILABLE, 2 * 2 * 352 * (64 + 16)
     assert twin.stats().shared_bytes == cache.stats().shared_bytes == records + beside
     other = prompt(400, seed=5)[0]
     follow(model, cache, other)
@@ -274,7 +276,7 @@ def test_tritons_kernel_reads_resident_records() -> None:
     bulk = cache.layers[0].store.bulk
     recorded, length = bulk.stored[0], bulk.lengths[0]
     assert after.resident_hit_bytes - before.resident_hit_bytes == 2 * recorded * bulk.layout.size > 0
-    assert after.bulk_read_bytes - before.bulk_read_bytes == 2 * (length - recorded) * bulk.token_bytes > 0
+    assert after.bulk_read_bytes - before.bulk_read_bytes == 2 * (length - recorded) * bulk.layout.size > 0
 
 
 def test_heads_without_records_keep_16_bits() -> None:
@@ -315,10 +317,10 @@ def test_the_compiled_kernel_answers_like_torch(bits: int, options: dict[str, An
     with mock.patch.object(compiled_decode, "fused_decode", wraps=compiled_decode.fused_decode) as kernel:
         logits = [follow(model, cache, ids[:, PROMPT:]) for cache in (found, wanted, exact)]
     assert kernel.call_count == 2 * TOKENS
-    off, coded = (float((one - logits[1]).norm()) for one in (logits[0], logits[2]))
+    # Tokens at the edge of what is selected may differ, and then one answer does.
+    off, coded = (float((one - logits[1]).norm(dim=-1).median()) for one in (logits[0], logits[2]))
     assert off < 0.01 * coded
     ours, theirs = found.stats(), wanted.stats()
-    # Tokens at the edge of what is selected may differ.
     assert 0 < ours.bulk_read_bytes == pytest.approx(theirs.bulk_read_bytes, rel=0.01)
     assert ours.sketch_read_bytes == theirs.sketch_read_bytes > 0
 

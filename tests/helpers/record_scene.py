@@ -1,4 +1,4 @@
-"""A decode step over bulks whose closed segments lie in records, for kernels and their reference."""
+"""A decode step over bulks that lie in records, for kernels and their reference."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,29 +29,34 @@ class RecordScene(Scene):
         self.layout, self.weights = found, 0.2 + 2 * torch.rand(self.kv_heads, self.dim, generator=made)
         self.closed = [count_closed(count) for count in self.counts]
         room = max(count - closed for count, closed in zip(self.counts, self.closed, strict=True)) + 5
-        shape = self.batch, self.kv_heads, max(self.closed) + 11, self.layout.size
-        self.records = torch.full(shape, NOTHING, dtype=torch.uint8)
+        self.records, self.open_records = (
+            torch.full((self.batch, self.kv_heads, tokens, self.layout.size), NOTHING, dtype=torch.uint8)
+            for tokens in (max(self.closed) + 11, room)
+        )
         keys, values = self.stored
         self.stored = [torch.full((*part.shape[:2], room, part.shape[3]), torch.nan).to(part) for part in self.stored]
         self.keys, self.values = ([part.double() for part in parts] for parts in (self.keys, self.values))
         for row, (count, closed) in enumerate(zip(self.counts, self.closed, strict=True)):
-            for held, part in zip(self.stored, (keys, values), strict=True):
-                held[row, :, : count - closed] = part[row, :, closed:count]
-            for head in range(self.kv_heads if closed else 0):
-                known = predicted(self.sketch[row, head], count)[:closed]
-                given = keys[row, head, :closed], values[row, head, :closed], known.float(), self.weights[head]
+            if row not in self.sketched_rows():
+                for held, part in zip(self.stored, (keys, values), strict=True):
+                    held[row, :, :count] = part[row, :, :count]
+                continue
+            for head in range(self.kv_heads):
+                known = predicted(self.sketch[row, head], count)
+                given = keys[row, head, :count], values[row, head, :count], known.float(), self.weights[head]
                 made_of = code_tokens(*given, self.layout)
-                self.records[row, head, :closed] = made_of
+                self.records[row, head, :closed] = made_of[:closed]
+                self.open_records[row, head, : count - closed] = made_of[closed:]
                 bits = {"key_bits": self.layout.key_bits, "value_bits": self.layout.value_bits}
                 weighed, sums = decoded(made_of, dim=self.dim, value_dim=value_dim, **bits)
-                tokens = slice(SINKS, SINKS + closed)
+                tokens = slice(SINKS, SINKS + count)
                 self.keys[row][head, tokens] = known + weighed / self.weights[head].double()
                 self.values[row][head, tokens] = sums
 
     def record_arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
-        """Of what `step_of` takes, what holds the closed segments: on `device`, or in pinned memory."""
+        """Of what `step_of` takes, what holds tokens: on `device`, closed segments perhaps in pinned memory."""
         held = self.records.pin_memory() if pin else self.records.to(device)
-        return {"records": Records(held, self.weights.to(device), self.layout)}
+        return {"records": Records(held, self.open_records.to(device), self.weights.to(device), self.layout)}
 
     def forget_unneeded(self, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> int:
         """As `Scene`."""
@@ -60,17 +65,18 @@ class RecordScene(Scene):
             for head in range(self.kv_heads):
                 every = torch.full((count,), bool(wanted[row, head]))
                 read = (selected or {}).get((row, head), every)
-                self.records[row, head, :closed][~read[:closed]] = NOTHING
-                needed += int(read[:closed].sum()) * self.layout.size
+                if row in self.sketched_rows():
+                    self.records[row, head, :closed][~read[:closed]] = NOTHING
+                    self.open_records[row, head, : count - closed][~read[closed:]] = NOTHING
+                    needed += int(read.sum()) * self.layout.size
+                    continue
                 for held in self.stored:
-                    held[row, head, : count - closed][~read[closed:]] = torch.nan
-                    needed += held[row, head, : count - closed][read[closed:]].nbytes
+                    held[row, head, :count][~read] = torch.nan
+                    needed += held[row, head, :count][read].nbytes
         return needed
 
     def sketch_bytes(self, flags: Tensor, selected: dict[tuple[int, int], Tensor]) -> int:
         """What is read of the sketch: by what selects, and by whole heads whose keys follow from it."""
         wanted = flags.any(2)[..., 0]
         read = [(row, head) for row in self.sketched_rows() for head in range(self.kv_heads) if wanted[row, head]]
-        return self.sketch_read_bytes(
-            {at: torch.ones(self.counts[at[0]]) for at in read if at in selected or self.closed[at[0]]}
-        )
+        return self.sketch_read_bytes({at: torch.ones(self.counts[at[0]]) for at in read})

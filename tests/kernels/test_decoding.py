@@ -12,7 +12,7 @@ from test_instruction_sets import SETS, supported
 
 from qada_cache import QAdACache
 from qada_cache.kernels.cpu import building, decoding
-from qada_cache.sketch import Layout, count_closed
+from qada_cache.sketch import Layout, count_closed, count_segments
 from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import RecordLayout, code_tokens, estimate_keys, find_query_weights
 from qada_cache.storage import coded_bulk
@@ -45,31 +45,28 @@ def test_equals_float64(dim: int, value_dim: int, bits: float, rung: int) -> Non
     assert records_layout is not None
     sketch, weights = Sketch.of(keys, values, energies, layout), find_query_weights(energies, dim, keys.device)
     predicted = estimate_keys(sketch.to_tensors(), layout)
-    closed = count_closed(TOKENS)
-    records = code_tokens(keys, values, predicted, weights, records_layout)[:, :, :closed]
+    closed, segments = count_closed(TOKENS), count_segments(TOKENS)
+    records = code_tokens(keys, values, predicted, weights, records_layout)
     sizes = {name: getattr(records_layout, name) for name in ("dim", "value_dim", "key_bits", "value_bits")}
     expected = [[record_reference.decoded(head, **sizes) for head in row] for row in records]
-    told = [[record_reference.predicted(sketch[row, head], TOKENS)[:closed] for head in range(3)] for row in range(2)]
-    for rows, heads, start, stop in ((0, 1, 0, closed), (1, 2, 509, 531), (0, 2, 3, 4)):
+    told = [[record_reference.predicted(sketch[row, head], TOKENS) for head in range(3)] for row in range(2)]
+    for rows, heads, start, stop in ((0, 1, 0, closed), (1, 2, 509, 531), (0, 2, 3, 4), (1, 0, closed - 9, TOKENS)):
         at, span = (slice(rows, rows + 1), slice(heads, heads + 1)), slice(start, stop)
         part = sketch.map(lambda tensor, at=at: tensor[at])
-        found = decoding.decode_records(records[at][:, :, span], part, weights[at[1]], records_layout, first=start)
+        told_of = {"first": start, "segments": segments}
+        found = decoding.decode_records(records[at][:, :, span], part, weights[at[1]], records_layout, **told_of)
         assert found is not None
         residual, value = (one[span] for one in expected[rows][heads])
         key = told[rows][heads][span] + residual / weights[heads].double()
         for one, true in zip(found, (key, value), strict=True):
             torch.testing.assert_close(one[0, 0].double(), true, rtol=1e-6, atol=2e-6 * float(true.abs().max()))
-    every = decoding.decode_records(records, sketch, weights, records_layout, first=0)
-    assert every is not None
-    torch.testing.assert_close(every[0][0, 1], found_alone(records, sketch, weights, records_layout), rtol=0, atol=0)
-
-
-def found_alone(records: torch.Tensor, sketch: Sketch, weights: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
-    """The keys of row 0, head 1."""
-    at = slice(0, 1), slice(1, 2)
-    found = decoding.decode_records(records[at], sketch.map(lambda tensor: tensor[at]), weights[1:2], layout, first=0)
-    assert found is not None
-    return found[0][0, 0]
+    every, at = {"first": 0, "segments": segments}, (slice(0, 1), slice(1, 2))
+    part = sketch.map(lambda tensor: tensor[at])
+    together = decoding.decode_records(records, sketch, weights, records_layout, **every)
+    alone = decoding.decode_records(records[at], part, weights[1:2], records_layout, **every)
+    assert together is not None
+    assert alone is not None
+    torch.testing.assert_close(together[0][0, 1], alone[0][0, 0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -127,9 +127,11 @@ def test_what_records_do_not_hold_is_refused() -> None:
     shortened = replace(sketch, **parts)  # which ends in the open segment
     for name, bad in (
         ("records", {"records": replace(records, tensor=records.tensor[..., 1:])}),
+        ("open_records", {"records": replace(records, open=records.open[:, :1].clone())}),
         ("record_weights", {"records": replace(records, weights=records.weights.double())}),
         ("scales", {"sketch": shortened}),
         ("bulk_lengths is 1100", {"records": replace(records, tensor=records.tensor[:, :, :500].clone())}),
+        ("bulk_lengths is 588", {"records": replace(records, open=records.open[:, :, :587].clone())}),
         ("bulk_lengths is 588", {n: given[n][:, :, :587].clone() for n in ("bulk_keys", "bulk_values")}),
     ):
         with pytest.raises(OperandError, match=name):

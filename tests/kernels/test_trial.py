@@ -159,7 +159,7 @@ def test_tried_once_and_then_taken(calls: list[dict[str, Any]], caplog: pytest.L
         assert len(calls) == 2 * number
     coded = RecordLayout.from_bits(16, 16, 8)
     assert coded is not None
-    records = Records(torch.zeros(1, 2, 8, coded.size, dtype=torch.uint8), torch.ones(2, 16), coded)
+    records = Records(*torch.zeros(2, 1, 2, 8, coded.size, dtype=torch.uint8), torch.ones(2, 16), coded)
     given: dict[str, Any] = {"layout": Layout.from_bits(16, 2), "records": records}
     for _ in range(2):
         assert choice.choose_kernel(QUERY, BULK, BULK, "gaussian", "auto", **given) is not None

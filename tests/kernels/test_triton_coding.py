@@ -195,6 +195,7 @@ def test_what_follows_is_that_of_torch(dim: int, value_dim: int, bits: float, le
 
 
 @DEVICES
+@pytest.mark.parametrize("following", [2 * SEGMENT, SEGMENT // 4, SEGMENT + SEGMENT // 4 - 1])
 @pytest.mark.parametrize(
     ("dim", "value_dim", "bits", "rung", "dtype"),
     [
@@ -207,24 +208,24 @@ def test_what_follows_is_that_of_torch(dim: int, value_dim: int, bits: float, le
     ],
 )
 def test_records_are_those_of_torch(
-    dim: int, value_dim: int, bits: float, rung: int, dtype: torch.dtype, device: str
+    dim: int, value_dim: int, bits: float, rung: int, dtype: torch.dtype, following: int, device: str
 ) -> None:
-    """Of two closed segments of one row among others."""
-    keys, energies = make_keys(3 * SEGMENT, dim, dtype, rows=ROWS)
-    values, _ = make_keys(3 * SEGMENT, value_dim, dtype, rows=ROWS)
+    """Of some segments of one row among others: two closed ones, or the last one, whatever its length."""
+    keys, energies = make_keys(SEGMENT + following, dim, dtype, rows=ROWS)
+    values, _ = make_keys(SEGMENT + following, value_dim, dtype, rows=ROWS)
     layout, records = Layout.from_bits(dim, bits), RecordLayout.from_bits(dim, value_dim, rung)
     assert layout is not None
     assert records is not None
     sketch, weights = Sketch.of(keys, values, energies.expand(ROWS, -1, -1), layout), energies.sqrt()
-    own, two, closed = slice(1, 2), slice(SEGMENT, 3 * SEGMENT), count_segments(SEGMENT)
+    own, rest, first = slice(1, 2), slice(SEGMENT, None), 1
     made = {name: tensor[own] for name, tensor in sketch.to_tensors().items()}
-    made |= {name: made[name][..., two] for name in OF_TOKENS}
-    made |= {name: made[name][:, :, closed:] for name in ("units", "centres", "order", "weights")}
-    given = keys[own, :, two], values[own, :, two]
+    made |= {name: made[name][..., rest] for name in OF_TOKENS}
+    made |= {name: made[name][:, :, first:] for name in ("units", "centres", "order", "weights")}
+    given = keys[own, :, rest], values[own, :, rest]
     expected = code_tokens(*given, estimate_keys(made, layout), weights, records)
     there = sketch.map(lambda tensor: tensor.to(device))
     told = (*(part.to(device) for part in given), weights.to(device), records)
-    found = recording.code_records(there, own, closed, *told).cpu()
+    found = recording.code_records(there, own, first, *told).cpu()
     assert (found.dtype, found.shape) == (torch.uint8, expected.shape)
     assert (found == expected).float().mean() > 0.999
 

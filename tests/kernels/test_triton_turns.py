@@ -16,10 +16,9 @@ from operations import Operations
 from record_scene import RecordScene
 from small_sketch import small_sketch
 
-from qada_cache import QAdACache
+from qada_cache import QAdACache, sketch
 from qada_cache.kernels import decode_reference
 from qada_cache.kernels.operands import Operands, Query, Rows
-from qada_cache.sketch import count_closed
 from qada_cache.storage import bulk
 from qada_cache.versions import pass_cache
 
@@ -85,10 +84,10 @@ def one_by_one(query: Query, rows: Rows, layer: Operands) -> tuple[torch.Tensor,
         told = rows.local[:, :, one], rows.pending[:, :, one], rows.bulk_tokens[..., one], rows.bulk_lengths
         with mock.patch.object(decode_reference, "_gather", gather):
             found.append(decode_reference.decode_step(asked, Rows(*told, rows.decided[..., one]), layer))
-    closed = [0 if layer.records is None else count_closed(length) for length in rows.bulk_lengths.tolist()]
+    recorded = [layer.records is not None and length >= sketch.MIN_TOKENS for length in rows.bulk_lengths.tolist()]
     token = sum(part.shape[3] * part.element_size() for part in (layer.bulk_keys, layer.bulk_values))
     record = 0 if layer.records is None else layer.records.layout.size
-    nbytes = sum(record if place < closed[row] else token for row, _, place in read)
+    nbytes = sum(record if recorded[row] else token for row, _, _ in read)
     outs, flags = zip(*found, strict=True)
     assert layer.sketch_read_bytes is not None
     return torch.cat(outs, dim=2), torch.cat(flags, dim=3), nbytes, int(layer.sketch_read_bytes)

@@ -76,20 +76,26 @@ class Scene:
         tokens = slice(SINKS, SINKS + self.bulk.lengths[row])
         return self.calls[0][row, :, tokens], self.calls[1][row, :, tokens]
 
-    def float64(self, row: int) -> tuple[Tensor, Tensor]:
-        """The same as records say, by the reference; those that are in none as they are held."""
+    def records(self, row: int) -> Tensor:
+        """Of all tokens of a row's bulk, if it has a sketch: uint8 `[kv_heads, tokens, size]`."""
+        bulk, stored, length = self.bulk, self.bulk.stored[row], self.bulk.lengths[row]
+        bulk.synchronize()
+        return torch.cat([bulk.tensors[0][row, :, :stored].cpu(), bulk.beside[2][row, :, : length - stored].cpu()], 1)
+
+    def float64(self, row: int, *, coded: bool = False) -> tuple[Tensor, Tensor]:
+        """The same as records say, by the reference; those of the open segment as they are held, unless `coded`."""
         bulk, layout = self.bulk, self.bulk.layout
         bulk.synchronize()
         length, stored = bulk.lengths[row], bulk.stored[row]
         sizes = {"dim": 16, "value_dim": 16, "key_bits": layout.key_bits, "value_bits": layout.value_bits}
-        found = []
+        found, recorded = [], length if coded and length >= 1024 else stored
         for head in range(2):
-            beside = tuple(held[row, head, : length - stored].double() for held in (bulk.keys, bulk.values))
-            if stored:
-                residuals, values = decoded(bulk.tensors[0][row, head, :stored], **sizes)
+            beside = tuple(held[row, head, recorded - stored : length - stored].double() for held in bulk.beside[:2])
+            if recorded:
+                residuals, values = decoded(self.records(row)[head, :recorded], **sizes)
                 energies = ENERGIES[0, head].double()
                 weights = energies.clamp_min(codec.MIN_ENERGY * energies.mean()).sqrt()
-                keys = residuals / weights + predicted(bulk.sketch.tensors[row, head], length)[:stored]
+                keys = residuals / weights + predicted(bulk.sketch.tensors[row, head], length)[:recorded]
                 beside = tuple(torch.cat(pair) for pair in zip((keys, values), beside, strict=True))
             found.append(beside)
         return tuple(torch.stack(heads) for heads in zip(*found, strict=True))
@@ -102,14 +108,16 @@ class Scene:
             closed = segment_spans(length)[-1][0] if length >= 1024 else 0
             assert bulk.stored[row] == closed
             assert bulk.sketch.lengths[row] == (length if length >= 1024 else 0)
-            given, true = self.given(row), self.float64(row)
-            held = bulk.read(slice(row, row + 1), slice(None), 0, length)
-            for ours, theirs, made in zip(held, true, given, strict=True):
-                assert ours.dtype == made.dtype
-                close = 1e-4 if made.dtype == torch.float32 else 0.05
-                torch.testing.assert_close(ours[0].double(), theirs, rtol=close, atol=close)
-                if not again:
-                    assert torch.equal(ours[0, :, closed:], made[:, closed:])
+            given = self.given(row)
+            for coded in (False, True):
+                true = self.float64(row, coded=coded)
+                held = bulk.read(slice(row, row + 1), slice(None), 0, length, coded=coded)
+                for ours, theirs, made in zip(held, true, given, strict=True):
+                    assert ours.dtype == made.dtype
+                    close = 1e-4 if made.dtype == torch.float32 else 0.05
+                    torch.testing.assert_close(ours[0].double(), theirs, rtol=close, atol=close)
+                    if not again and not (coded and closed):
+                        assert torch.equal(ours[0, :, closed:], made[:, closed:])
             scale = find_query_weights(ENERGIES[0], 16, torch.device("cpu")).double().unsqueeze(-2)
             off, whole = (true[0] - given[0].double()) * scale, given[0].double() * scale
             assert float(off.square().mean() / whole.square().mean()) < LOST[self.bits] * (2 if again else 1)
@@ -119,8 +127,7 @@ class Scene:
                 made = quantize_segments(given[0].clone(), ENERGIES[0], bulk.sketch.layout)
                 says = estimate_keys(made, bulk.sketch.layout)
                 weights = find_query_weights(ENERGIES[0], 16, torch.device("cpu"))
-                records = code_tokens(*given, says, weights, bulk.layout)
-                assert torch.equal(bulk.tensors[0][row, :, :closed], records[:, :closed])
+                assert torch.equal(self.records(row), code_tokens(*given, says, weights, bulk.layout))
 
     def check_outputs(self) -> None:
         """The next token of full attention is that of the tokens as stored, in float64."""
@@ -129,7 +136,7 @@ class Scene:
         out = self.read(following)
         for row in range(2):
             store = self.cache.layers[0].store
-            (keys, values), bulk = self.float64(row), self.bulk.lengths[row]
+            (keys, values), bulk = self.float64(row, coded=True), self.bulk.lengths[row]
             recent = slice(store.sinks + store.end - (store.lengths[row] - bulk - SINKS), store.sinks + store.end)
             near = [(held[row, :, :SINKS], held[row, :, recent]) for held in (store.near_keys, store.near_values)]
             whole = [

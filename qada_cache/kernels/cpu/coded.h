@@ -70,6 +70,15 @@ INLINED void expand(const uint8_t* planes, uint8_t* codes) {
     }
 }
 
+// Where the records of a head's tokens lie: those of closed segments, and of the tokens that follow.
+struct RecordPlaces {
+    const uint8_t *records, *open;
+    const int64_t closed;  // tokens
+    const uint8_t* of(int64_t token) const {
+        return token < closed ? records + token * RECORD_SIZE : open + (token - closed) * RECORD_SIZE;
+    }
+};
+
 // A head's queries as records meet them, `scaling * R (q / m)`: rounded to a byte, and what that leaves `FINER` times
 // as fine; and what makes odd integers of codes.
 struct Turned {
@@ -174,23 +183,31 @@ struct Records {
 // Attention over records of one head, of its flagged queries: the first of `QUERIES`, in their order.
 struct RecordAttention : Attention {
     const Estimates& found;
-    const uint8_t* records;
+    const RecordPlaces records;
 
     Records all;
 
-    RecordAttention(const Estimates& found, const uint8_t* records, const Turned& queries)
+    RecordAttention(const Estimates& found, const RecordPlaces& records, const Turned& queries)
         : found(found), records(records), all{queries, {}, {}, {}, {}} {}
 
-    const Rounded& segment(int64_t token) const { return found.segments[token / found.segment_tokens]; }
+    const Rounded& segment(int64_t token) const {
+        return found.segments[std::min(token / found.segment_tokens, found.segment_count - 1)];
+    }
 
-    // Tokens from `start` to `stop`, whole spans.
+    // Tokens from `start` to `stop`: spans of a segment, of which the last one may be shorter.
     void add_spans(int64_t start, int64_t stop) {
         for (int64_t first = start; first < stop; first += SPAN) {
+            if (stop - first < SPAN) {
+                int32_t rest[SPAN];
+                for (int t = 0; t < SPAN; t++) rest[t] = (int32_t)first + t;
+                add_listed(rest, stop - first);
+                return;
+            }
             found.prefetch_span(first + PREFETCH_SPANS * SPAN);
             found.compute_exactly(found.codes + first, found.room, found.scales + first, segment(first),
                                   all.from_codes);
             for (int t = 0; t < SPAN; t++) {
-                all.place[t] = records + (first + t) * RECORD_SIZE;
+                all.place[t] = records.of(first + t);
                 all.ahead[t] = all.place[t] + AHEAD * RECORD_SIZE;
             }
             add(all, SPAN);
@@ -200,12 +217,12 @@ struct RecordAttention : Attention {
     // `count` tokens of a list, ascending.
     void add_listed(const int32_t* tokens, int64_t count) {
         for (int64_t i = 0; i < std::min<int64_t>(AHEAD, count); i++)
-            __builtin_prefetch(records + tokens[i] * (int64_t)RECORD_SIZE, 0, TO_L2);
+            __builtin_prefetch(records.of(tokens[i]), 0, TO_L2);
         for (int64_t first = 0; first < count; first += SPAN) {
             const int here = (int)std::min<int64_t>(SPAN, count - first);
             for (int t = 0; t < here; t++) {
-                all.place[t] = records + tokens[first + t] * (int64_t)RECORD_SIZE;
-                all.ahead[t] = records + tokens[std::min(first + t + AHEAD, count - 1)] * (int64_t)RECORD_SIZE;
+                all.place[t] = records.of(tokens[first + t]);
+                all.ahead[t] = records.of(tokens[std::min(first + t + AHEAD, count - 1)]);
             }
             for (int start = 0; start < here;) start = score_codes(tokens + first, start, here);
             add(all, here);

@@ -51,7 +51,7 @@ class Decode(ctypes.Structure):
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
         ("errors", ctypes.c_void_p),
-        *((name, View) for name in ("records", "record_weights")),
+        *((name, View) for name in ("records", "open_records", "record_weights")),
         *((name, ctypes.c_void_p) for name in ("bulk_read_bytes", "sketch_read_bytes")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched")),
         *((name, ctypes.c_int64) for name in ("segment_tokens", "last_tokens")),
@@ -118,7 +118,8 @@ class _Bound:
             decode.log_unread_weight = math.log(selection.UNREAD_WEIGHT)
             decode.unreliable, decode.noise_share = selection.UNRELIABLE, selection.NOISE_SHARE
         if (records := layer.records) is not None:
-            views |= {"records": records.tensor, "record_weights": records.weights[None]}
+            views |= {"records": records.tensor, "open_records": records.open}
+            views["record_weights"] = records.weights[None]
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
         self._log_bulk = decode.log_bulk  # a view of its fields

@@ -43,7 +43,8 @@ struct Decode {
     View<const uint16_t> centres, weights;
     View<const Channel> order;
     const float* errors;         // [DIM] of `Layout`, times half the squared scaling
-    View<const uint8_t> records;  // of closed segments, in which case bulk keys and values are those that follow
+    // Of closed segments, and of the tokens that follow: bulk keys and values are then of rows without a sketch.
+    View<const uint8_t> records, open_records;
     View<const float> record_weights;  // [DIM], `m` of sketch/coded.py
     int64_t *bulk_read_bytes, *sketch_read_bytes;  // may be null
     int64_t batch, kv_heads, split_tokens;
@@ -67,9 +68,11 @@ struct Decode {
         return std::max<int64_t>(1, (tokens + segment_tokens - last_tokens) / segment_tokens);
     }
     bool sketched_row(int64_t row) const { return codes.data && bulk_length(row) >= min_sketched; }
-    // How many of a bulk's tokens lie in records: those of all segments but the last one.
-    int64_t recorded(int64_t row) const {
-        return CODED && sketched_row(row) ? (count_segments(bulk_length(row)) - 1) * segment_tokens : 0;
+    // How many of a bulk's tokens lie in records, all or none; and where these are.
+    int64_t recorded(int64_t row) const { return CODED && sketched_row(row) ? bulk_length(row) : 0; }
+    RecordPlaces record_places(int64_t row, int64_t head) const {
+        const int64_t closed = (count_segments(bulk_length(row)) - 1) * segment_tokens;
+        return {records.at(row, head), open_records.at(row, head), closed};
     }
     // What reading so many tokens of a sketch takes.
     int64_t count_sketch_bytes(int64_t tokens) const {

@@ -24,13 +24,13 @@ class Decoding(ctypes.Structure):
     _fields_ = (
         *((name, View) for name in ("records", *OF_SKETCH, "record_weights", "keys", "values")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "first", "room", "segment_tokens")),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("segments", "threads")),
         ("words", ctypes.c_int * 3),
     )
 
 
 def decode_records(
-    records: Tensor, sketch: Sketch, weights: Tensor, layout: RecordLayout, *, first: int
+    records: Tensor, sketch: Sketch, weights: Tensor, layout: RecordLayout, *, first: int, segments: int
 ) -> tuple[Tensor, Tensor] | None:
     """Keys `[rows, heads, tokens, dim]` and values (`value_dim`) in float32 of `records` `[rows, heads, tokens, size]`,
     of a bulk's tokens from `first` on; as `decode_keys` and `decode_values` of `coded.py`, but for the order of sums.
@@ -40,6 +40,7 @@ def decode_records(
         sketch: of these rows and heads, with room for all of the bulk's tokens.
         weights: `m`, float32 `[heads, dim]` or `[dim]`.
         layout: of the records.
+        segments: of the bulk, the last of which may be longer.
     """
     if not records.is_cpu or not records.numel() or records.stride()[2:] != (layout.size, 1):
         return None
@@ -52,7 +53,7 @@ def decode_records(
     tensors |= {name: getattr(sketch, name) for name in OF_SKETCH}
     call = Decoding(**{name: view(tensor) for name, tensor in tensors.items()}, batch=rows, heads=heads, tokens=tokens)
     call.first, call.room, call.segment_tokens = first, sketch.codes.stride(2), SEGMENT_TOKENS
-    call.threads, call.words = torch.get_num_threads(), sketch.layout.words
+    call.segments, call.threads, call.words = segments, torch.get_num_threads(), sketch.layout.words
     library.decode_records(ctypes.byref(call))
     return found[0], found[1]
 

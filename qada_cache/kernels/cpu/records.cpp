@@ -16,7 +16,7 @@ struct Decoding {
     View<const float> record_weights;  // [DIM], `m` of sketch/coded.py
     View<float> keys, values;  // [tokens, DIM] and [tokens, VALUE_DIM]
     int64_t batch, heads, tokens, first;  // of the bulk's tokens, the first one
-    int64_t room, segment_tokens, threads;  // of codes, the tokens between two words
+    int64_t room, segment_tokens, segments, threads;  // of codes, the tokens between two words
     Words words;
 };
 
@@ -24,7 +24,7 @@ struct Decoding {
 struct Block {
     const Decoding& call;
     const int64_t row, head, start, count;
-    const int64_t token = call.first + start, segment = token / call.segment_tokens;
+    const int64_t token = call.first + start, segment = std::min(token / call.segment_tokens, call.segments - 1);
     const uint8_t* const records = call.records.at(row, head) + start * RECORD_SIZE;
 
     // What the sketch says of the keys.

@@ -79,6 +79,7 @@ struct Share {
         const int64_t unit = recorded && !scan ? SPAN : 1, units = (stop - start) / unit;
         for (int64_t split = 0; split < splits; split++) {
             int64_t first = start + units * split / splits * unit, last = start + units * (split + 1) / splits * unit;
+            if (split + 1 == splits) last = stop;
             jobs.push_back({head, first, last, add_part(head), scan, recorded});
         }
         if (!reading) bulk_read_bytes += (stop - start) * (recorded ? RECORD_SIZE : TOKEN_BYTES);
@@ -207,7 +208,7 @@ struct Share {
         if (job.recorded) {
             const Selecting& own = selecting[job.head];
             const Estimates codes = own.estimates(call, row, kv_head);
-            RecordAttention bulk(codes, call.records.at(row, kv_head), own.turned);
+            RecordAttention bulk(codes, call.record_places(row, kv_head), own.turned);
             if (listed) bulk.add_listed(listed, count);
             else bulk.add_spans(job.start, job.stop);
             bulk.finish(own.asking, own.count, out, lse);

@@ -169,7 +169,7 @@ class _Bound:
         parts = {"parts": (torch.float32, batch * heads * (1 + splits) * value_dim)}
         parts |= {"lse": (torch.float32, batch * heads * (1 + splits)), "done": (torch.int32, batch * kv_heads)}
         segments, words, sketch_bytes = 0, {"FOURS": 0, "TWOS": 0, "ONES": 0, "ROWS": 0}, (0, 0, 0)
-        self._room, self._sketch_strides, self._record_room, self._errors = 0, (0, 0, 0), 0, None
+        self._room, self._sketch_strides, self._record_rooms, self._errors = 0, (0, 0, 0), (0, 0), None
         if sketch is not None:
             layout, segments, sketch_bytes = sketch.layout, sketch.units.shape[2], sketch.byte_counts
             count = count_rows(layout.coded, 1 if records is None else 2)
@@ -189,7 +189,8 @@ class _Bound:
                 "unread": (torch.float32, batch * heads * 2 * splits),
             }
         if records is not None:
-            parts["turned"], self._record_room = (torch.int32, batch * heads * (dim + 1)), records.tensor.shape[2]
+            parts["turned"] = torch.int32, batch * heads * (dim + 1)
+            self._record_rooms = records.tensor.shape[2], records.open.shape[2]
         self._scratch = Scratch(**parts)
         self._near_strides = *layer.near_keys.stride()[:3], *layer.near_values.stride()[:3]
         self._bulk_strides = *layer.bulk_keys.stride()[:3], *layer.bulk_values.stride()[:3]
@@ -258,10 +259,11 @@ class _Bound:
                 self._selected.launch(
                     selected_kernel, (self._splits, *self._grid), variant,
                     states, turned, *of_codes, layer.bulk_keys, layer.bulk_values,
-                    None if records is None else records.tensor, lengths, *resident, layer.bulk_read_bytes, tokens,
-                    flags, shared("estimates"), shared("sums"), shared("index"), parts, lse, shared("unread"),
+                    *((None, None) if records is None else (records.tensor, records.open)), lengths, *resident,
+                    layer.bulk_read_bytes, tokens, flags, shared("estimates"), shared("sums"), shared("index"), parts,
+                    lse, shared("unread"),
                     sketch.mean_value, along, out, done, marks,
-                    *self._bulk_strides, s_length, *self._sketch_strides, s_marks, self._room, self._record_room,
+                    *self._bulk_strides, s_length, *self._sketch_strides, s_marks, self._room, *self._record_rooms,
                     self._sums, self._turn, self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
                 )  # fmt: skip
             elif self._splits:

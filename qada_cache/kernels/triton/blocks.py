@@ -94,11 +94,10 @@ def load_query(p_query, i_group, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.c
 
 @triton.jit
 def attend_tokens(
-    b_query, p_keys, p_values, p_index, s_key_token, s_value_token, first, last, before, scaling,
+    b_query, p_keys, p_values, p_index, s_key_token, s_value_token, first, last, scaling,
     BLOCK_G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a group over tokens `first` to `last` of its head, or of the indices `p_index`, as `attend` has it.
-    `p_keys` and `p_values` are the head's, without the `before` tokens that come first."""
+    """As `attend`, of a group over tokens `first` to `last` of its head, or of the indices `p_index`."""
     b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
@@ -107,7 +106,6 @@ def attend_tokens(
         m_tokens = o_tokens < last
         if p_index is not None:
             o_tokens = tl.load(p_index + o_tokens, mask=m_tokens, other=0).to(tl.int64)
-        o_tokens -= before
         b_keys = load_tokens(p_keys, o_tokens, m_tokens, s_key_token, D, b_query.shape[1])
         b_values = load_tokens(p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V)
         b_scores = dot(b_query, tl.trans(b_keys)) * scaling

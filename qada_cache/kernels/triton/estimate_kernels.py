@@ -233,12 +233,12 @@ def estimate_kernel(
 @triton.jit
 def score_selected(
     p_prepared, p_codes, p_scales, p_units, p_index, p_scores, i_group, i_held, s_codes, s_head, s_segment, room,
-    count,
+    segments, count,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
     G: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Write what codes say of the scores of `count` tokens of closed segments, `p_index`, over their estimates: by
-    queries of two terms, and without what errors are expected to add. A lane has a token and a query head."""
+    """Write what codes say of the scores of `count` tokens `p_index` of `segments`, over their estimates: by queries of
+    two terms, and without what errors are expected to add. A lane has a token and a query head."""
     WIDTH: tl.constexpr = max(LANES, BLOCK_Q)  # noqa: N806 - a compile-time constant
     TOKENS: tl.constexpr = WIDTH // BLOCK_Q  # noqa: N806 - a compile-time constant
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
@@ -254,7 +254,7 @@ def score_selected(
         o_place = start + o_lane // BLOCK_Q
         m_lane = (o_place < count) & (o_head < G)
         o_tokens = tl.load(p_index + o_place, mask=m_lane, other=0)
-        o_segment = o_tokens // SEGMENT
+        o_segment = tl.minimum(o_tokens // SEGMENT, segments - 1)
         p_rows = p_prepared + o_segment * (ROWS * BLOCK_Q) + o_head
         p_numbers = p_rows + (PLANES + 1) * BLOCK_Q
         b_scale = tl.load(p_scales + o_tokens, mask=m_lane, other=0).to(tl.float32) * tl.load(p_units + o_segment)

@@ -25,7 +25,7 @@ from .blocks import (
 )
 from .estimate_kernels import prepare_segment, store_along
 from .merging import is_last, merge_group
-from .record_kernels import count_closed, count_segments, store_turned
+from .record_kernels import count_segments, store_turned
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
 
@@ -148,7 +148,7 @@ def local_kernel(
             if p_sketch_read_bytes is not None or p_marks is not None:
                 estimated = ~whole
                 if p_turned is not None:
-                    estimated = estimated | (count_closed(length, SEGMENT, LAST, MIN_TOKENS) > 0)
+                    estimated = estimated | (length >= MIN_TOKENS)
                 sketch_bytes = length * SKETCH_TOKEN_BYTES + HEAD_BYTES
                 sketch_bytes += count_segments(length, SEGMENT, LAST) * SEGMENT_BYTES
                 if p_marks is None:
@@ -197,7 +197,7 @@ def bulk_kernel(
     if p_resident_pointers is not None:
         p_keys, p_values = resolve_pointer(p_keys, key_place), resolve_pointer(p_values, value_place)
     b_max, b_sum, b_out = attend_tokens(
-        b_query, p_keys, p_values, None, s_key_token, s_value_token, first, last, 0, scaling,
+        b_query, p_keys, p_values, None, s_key_token, s_value_token, first, last, scaling,
         BLOCK_G, D, V, BLOCK_V, BLOCK_N,
     )  # fmt: skip
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)

@@ -20,12 +20,6 @@ def count_segments(length, SEGMENT: tl.constexpr, LAST: tl.constexpr):
 
 
 @triton.jit
-def count_closed(length, SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr):
-    """`sketch.count_closed`."""
-    return tl.where(length >= MIN_TOKENS, (count_segments(length, SEGMENT, LAST) - 1) * SEGMENT, 0)
-
-
-@triton.jit
 def store_turned(
     p_turned, p_query, p_weights, i_group, scaling,
     TURNED: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -59,15 +53,15 @@ def load_turned(p_turned, i_group, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl
 
 @triton.jit
 def load_plane(
-    p_records, o_tokens, m_tokens, COUNT: tl.constexpr, FROM: tl.constexpr, BITS: tl.constexpr, PLANE: tl.constexpr,
-    UNIT: tl.constexpr, RECORD: tl.constexpr, BLOCK: tl.constexpr,
+    p_tokens, m_tokens, COUNT: tl.constexpr, FROM: tl.constexpr, BITS: tl.constexpr, PLANE: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What a plane of `PLANE` bits says of `COUNT` codes of `BITS` bits, int8 [tokens, BLOCK]. Planes of these begin at
-    byte `FROM` of records of `RECORD` bytes, and are read in units of so many bits as `p_records` points to."""
+    byte `FROM` of the records that `p_tokens` point to, and are read in units of `UNIT` bits, as these are."""
     VALUES: tl.constexpr = UNIT // PLANE  # noqa: N806 - a compile-time constant
     DONE: tl.constexpr = BITS & ~(2 * PLANE - 1)  # bits in larger planes  # noqa: N806 - a compile-time constant
     o_unit = tl.arange(0, BLOCK // VALUES)
-    p_block = p_records + o_tokens[:, None] * (RECORD * 8 // UNIT) + (FROM + COUNT * DONE // 8) * 8 // UNIT
+    p_block = p_tokens[:, None] + (FROM + COUNT * DONE // 8) * 8 // UNIT
     b_units = tl.load(p_block + o_unit[None, :], mask=m_tokens[:, None] & (o_unit < COUNT // VALUES)[None, :], other=0)
     for level in tl.static_range(5):  # by halves, all of which stay with the thread that has the whole
         if UNIT >> level > PLANE:
@@ -78,13 +72,14 @@ def load_plane(
 
 @triton.jit
 def attend_records(
-    b_max, b_sum, b_out, p_turned, p_records, p_index, p_scores, p_flags, i_group, room, count,
+    b_max, b_sum, b_out, p_turned, p_records, p_open, p_index, p_scores, p_flags, i_group, room, closed, count,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """As `attend`, of the `count` tokens `p_index` in the head's records, whose values stay rotated. `p_scores` has
-    what the sketch says of scores, of query heads `room` apart. Weights are rounded to `TERMS` times 8 bits."""
+    """As `attend`, of the `count` tokens `p_index` in the head's records, whose values stay rotated: those of `closed`
+    tokens in `p_records`, the next ones in `p_open`. `p_scores` has what the sketch says of scores, of query heads
+    `room` apart. Weights are rounded to `TERMS` times 8 bits."""
     tl.static_assert(KEY_BITS < 8 and VALUE_BITS < 8)
     o_head = tl.arange(0, BLOCK_G)
     o_group = i_group * G + o_head
@@ -92,20 +87,20 @@ def attend_records(
     b_both, b_unit = load_turned(p_turned, i_group, G, BLOCK_G, D, BLOCK_D)
     b_high, b_low = take_high(b_both), take_low(b_both)
     b_offset = tl.sum(b_high.to(tl.float32) + b_low.to(tl.float32) * (1.0 / FINER), axis=1) * (2**KEY_BITS - 1)
-    p_words = p_records.to(tl.pointer_type(tl.int32))
-    p_units = p_words if UNIT == WORD_BITS else p_records
     for start in range(0, count, BLOCK_N):
         o_place = start + tl.arange(0, BLOCK_N)
         m_tokens = o_place < count
         o_tokens = tl.load(p_index + o_place, mask=m_tokens, other=0).to(tl.int64)
-        b_scales = tl.load(p_words + o_tokens * (RECORD * 8 // WORD_BITS), mask=m_tokens, other=0)
+        m_closed = o_tokens < closed
+        p_tokens = tl.where(m_closed, p_records, p_open) + tl.where(m_closed, o_tokens, o_tokens - closed) * RECORD
+        p_words = p_tokens.to(tl.pointer_type(tl.int32))
+        p_units = p_words if UNIT == WORD_BITS else p_tokens
+        b_scales = tl.load(p_words, mask=m_tokens, other=0)
         b_products = tl.zeros([BLOCK_G, BLOCK_N], tl.int32)
         b_lows = tl.zeros([BLOCK_G, BLOCK_N], tl.int32)
         for plane in tl.static_range(3):
             if KEY_BITS & (4 >> plane):
-                b_codes = load_plane(
-                    p_units, o_tokens, m_tokens, D, SCALES, KEY_BITS, 4 >> plane, UNIT, RECORD, BLOCK_D
-                )  # fmt: skip
+                b_codes = load_plane(p_units, m_tokens, D, SCALES, KEY_BITS, 4 >> plane, UNIT, BLOCK_D)
                 b_products += tl.dot(b_high, tl.trans(b_codes), out_dtype=tl.int32)
                 b_lows += tl.dot(b_low, tl.trans(b_codes), out_dtype=tl.int32)
         b_along = 2.0 * (b_products.to(tl.float32) + b_lows.to(tl.float32) * (1.0 / FINER)) - b_offset[:, None]
@@ -119,8 +114,7 @@ def attend_records(
         for plane in tl.static_range(3):
             if VALUE_BITS & (4 >> plane):
                 b_codes = load_plane(
-                    p_units, o_tokens, m_tokens, V, SCALES + D * KEY_BITS // 8, VALUE_BITS, 4 >> plane,
-                    UNIT, RECORD, BLOCK_V,
+                    p_units, m_tokens, V, SCALES + D * KEY_BITS // 8, VALUE_BITS, 4 >> plane, UNIT, BLOCK_V
                 ).to(tl.float32).to(tl.bfloat16)  # fmt: skip
                 b_rest = b_left
                 for _ in tl.static_range(TERMS):

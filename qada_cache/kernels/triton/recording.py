@@ -1,5 +1,4 @@
-"""Records of tokens whose segments close: `coded.code_tokens`, behind the sketch's codes, in one launch. Names are as
-in `kernels.py`."""
+"""Records of tokens that the sketch has coded: `coded.code_tokens`, in one launch. Names are as in `kernels.py`."""
 
 import functools
 
@@ -89,12 +88,13 @@ def record_kernel(
     TURNED_D: tl.constexpr, TURNED_V: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Records [rows, heads, tokens, RECORD] of `tokens` tokens of whole segments, the sketch's from `first` on; one
-    program a (block of tokens, KV head, row). `p_words` is the same memory in words; others as for `code_kernel`."""
+    """Records [rows, heads, tokens, RECORD] of `tokens` tokens of whole segments, or of the last one, the sketch's from
+    `first` on; one program a (block of tokens, KV head, row). `p_words` is the same memory in words; others as for
+    `code_kernel`."""
     KEY_BYTES: tl.constexpr = D * KEY_BITS // 8  # noqa: N806 - a compile-time constant
     END: tl.constexpr = SCALES + KEY_BYTES + V * VALUE_BITS // 8  # noqa: N806 - a compile-time constant
     i_block, i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i_segment = first + i_block * BLOCK_N // SEGMENT
+    i_segment = first + tl.minimum(i_block * BLOCK_N // SEGMENT, tl.maximum(tokens // SEGMENT, 1) - 1)
     i_group = (first_row + i_row) * tl.num_programs(1) + i_head
     o_tokens = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     m_tokens = o_tokens < tokens
@@ -142,9 +142,9 @@ def _bind_recording(layout: Layout, records: RecordLayout, segment: int) -> tupl
 def code_records(
     sketch: Sketch, rows: slice, first: int, keys: Tensor, values: Tensor, weights: Tensor, layout: RecordLayout
 ) -> Tensor:
-    """`coded.code_tokens`: records uint8 `[rows, kv_heads, tokens, size]` of whole segments, `keys` `[rows, kv_heads,
-    tokens, dim]` and `values` (`value_dim`), that the sketch has from its rows' segment `first` on. `weights` are `m`,
-    float32 `[kv_heads, dim]`, contiguous. As for `coding.code_segments` otherwise."""
+    """`coded.code_tokens`: records uint8 `[rows, kv_heads, tokens, size]` of whole segments, or of a bulk's last one,
+    `keys` `[rows, kv_heads, tokens, dim]` and `values` (`value_dim`), that the sketch has from its rows' segment
+    `first` on. `weights` are `m`, float32 `[kv_heads, dim]`, contiguous. As for `coding.code_segments` otherwise."""
     (keys, key_blocks), (values, value_blocks) = align(keys), align(values)
     batch, heads, tokens = keys.shape[:3]
     launches, at_once = _bind_recording(sketch.layout, layout, definition.SEGMENT_TOKENS)

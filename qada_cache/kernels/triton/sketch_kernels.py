@@ -5,7 +5,7 @@
 Programs take turns at runs of a bulk's tokens, because selected tokens lie close together: `i_split` has every
 `splits`-th. Where `local_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
 
-With `p_records`, closed segments lie in records (`record_kernels.py`), whose keys follow from the sketch.
+With `p_records`, tokens lie in records (`record_kernels.py`), whose keys follow from the sketch.
 """
 
 import triton
@@ -14,19 +14,21 @@ import triton.language as tl
 from .blocks import attend_tokens, load_query, resolve_pointer, rotate, store_part
 from .estimate_kernels import score_selected
 from .merging import is_last, merge_group
-from .record_kernels import attend_records, count_closed
+from .record_kernels import attend_records, count_segments
 
 
+# They grow with the bulk.
 @triton.jit(
-    do_not_specialize=["record_room", "s_codes", "s_head", "s_segment", "sums", "s_marks"],  # they grow with the bulk
+    do_not_specialize=["record_room", "open_room", "s_codes", "s_head", "s_segment", "sums", "s_marks"],
     do_not_specialize_on_alignment=["turn"],
 )
 def selected_kernel(
-    p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_lengths,
-    p_resident_pointers, p_resident_hit_bytes, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums, p_index,
-    p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done, p_marks,
+    p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_open,
+    p_lengths, p_resident_pointers, p_resident_hit_bytes, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums,
+    p_index, p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
-    s_codes, s_head, s_segment, s_marks, room, record_room, sums, turn, scaling, log_threshold, unread_weight,
+    s_codes, s_head, s_segment, s_marks, room, record_room, open_room, sums, turn, scaling, log_threshold,
+    unread_weight,
     BLOCK_S: tl.constexpr, RUN: tl.constexpr, SCAN_STAGES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
@@ -69,7 +71,8 @@ def selected_kernel(
         return
     i_held_row = (tl.program_id(2) // turn).to(tl.int64)
     i_held = i_held_row * tl.num_programs(1) + i_head
-    closed = count_closed(length, SEGMENT, LAST, MIN_TOKENS)
+    segments = count_segments(length, SEGMENT, LAST)
+    closed = (segments - 1) * SEGMENT
 
     b_score_cut = tl.full([BLOCK_Q], float("-inf"), tl.float32)  # of selected tokens
     if bulk_tokens > 0:
@@ -77,8 +80,11 @@ def selected_kernel(
         b_all = tl.exp(b_buffer - b_highest) + tl.sum(tl.exp(b_masses - b_highest[:, None]), axis=1)
         b_score_cut = b_highest + tl.log(b_all) + log_threshold - tl.log(bulk_tokens.to(tl.float32))
 
+    token_bytes = TOKEN_BYTES
+    if p_records is not None:
+        token_bytes = tl.where(length >= MIN_TOKENS, RECORD, TOKEN_BYTES)
     p_index += i_group * room + i_split * (room // splits)
-    selected, recorded = 0, 0  # of these, how many lie in records
+    selected, stored = 0, 0  # of these, how many are of closed segments
     b_high = tl.full([BLOCK_Q, BLOCK_S], -1e30, tl.float32)  # of what is not read, lane by lane: below any score
     b_unread = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     b_lift = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
@@ -96,10 +102,9 @@ def selected_kernel(
         o_index = selected + tl.cumsum(b_selected, axis=0) - 1
         tl.store(p_index + o_index, o_tokens, mask=b_selected == 1)
         selected += tl.sum(b_selected, axis=0)
-        recorded += tl.sum(tl.where(o_tokens < closed, b_selected, 0), axis=0)
+        stored += tl.sum(tl.where(o_tokens < closed, b_selected, 0), axis=0)
         if p_marks is not None:
-            b_bytes = tl.where(o_tokens < (0 if p_records is None else closed), RECORD, TOKEN_BYTES)
-            tl.store(p_marks + i_held * s_marks + 1 + o_tokens, b_bytes, mask=b_selected == 1)
+            tl.store(p_marks + i_held * s_marks + 1 + o_tokens, token_bytes, mask=b_selected == 1)
         b_left = tl.where(m_read & (b_selected == 0)[None, :], b_scores, float("-inf"))
         b_new = tl.maximum(b_high, b_left)
         b_decay, b_gain = tl.exp(b_high - b_new), tl.exp(b_left - b_new)
@@ -122,17 +127,18 @@ def selected_kernel(
         if p_records is None:
             tl.atomic_add(p_stored_read_bytes, tl.cast(selected, tl.int64) * TOKEN_BYTES, sem="relaxed")
         else:
-            tl.atomic_add(p_stored_read_bytes, tl.cast(recorded, tl.int64) * RECORD, sem="relaxed")
-            tl.atomic_add(p_bulk_read_bytes, tl.cast(selected - recorded, tl.int64) * TOKEN_BYTES, sem="relaxed")
+            tl.atomic_add(p_stored_read_bytes, tl.cast(stored, tl.int64) * token_bytes, sem="relaxed")
+            tl.atomic_add(p_bulk_read_bytes, tl.cast(selected - stored, tl.int64) * token_bytes, sem="relaxed")
 
     p_keys += i_held_row * s_key_row + i_head * s_key_head
     p_values += i_held_row * s_value_row + i_head * s_value_head
-    if p_records is None:
-        recorded, closed = 0, 0
-        if p_resident_pointers is not None:
-            p_keys, p_values = resolve_pointer(p_keys, key_place), resolve_pointer(p_values, value_place)
+    recorded = 0
+    if p_records is not None:
+        recorded = tl.where(length >= MIN_TOKENS, selected, 0)
+    elif p_resident_pointers is not None:
+        p_keys, p_values = resolve_pointer(p_keys, key_place), resolve_pointer(p_values, value_place)
     b_max, b_sum, b_out = attend_tokens(
-        b_query, p_keys, p_values, p_index, s_key_token, s_value_token, recorded, selected, closed, scaling,
+        b_query, p_keys, p_values, p_index, s_key_token, s_value_token, recorded, selected, scaling,
         BLOCK_G, D, V, BLOCK_V, BLOCK_N,
     )  # fmt: skip
     if p_records is not None:
@@ -141,15 +147,16 @@ def selected_kernel(
         if recorded > 0:
             score_selected(
                 p_prepared, p_codes, p_scales, p_units, p_index, p_estimates, i_group, i_held, s_codes, s_head,
-                s_segment, room, recorded, FOURS, TWOS, ONES, ROWS, SEGMENT, G, BLOCK_Q,
+                s_segment, room, segments, recorded, FOURS, TWOS, ONES, ROWS, SEGMENT, G, BLOCK_Q,
             )  # fmt: skip
             tl.debug_barrier()  # likewise
             p_records += i_held * record_room * RECORD
+            p_open += i_held * open_room * RECORD
             if p_resident_pointers is not None:
                 p_records = resolve_pointer(p_records, key_place)
             b_max, b_sum, b_out = attend_records(
-                b_max, b_sum, b_out, p_turned, p_records, p_index, p_estimates, p_flags, i_group, room, recorded,
-                KEY_BITS, VALUE_BITS, RECORD, UNIT, TERMS, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_R,
+                b_max, b_sum, b_out, p_turned, p_records, p_open, p_index, p_estimates, p_flags, i_group, room, closed,
+                recorded, KEY_BITS, VALUE_BITS, RECORD, UNIT, TERMS, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_R,
             )  # fmt: skip
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
     if is_last(p_done, i_group):
