@@ -91,7 +91,8 @@ def find_coding_fault(
             held = (part.to(device).split([SEGMENT_TOKENS, tokens - SEGMENT_TOKENS], dim=2) for part in (keys, values))
             told = weights.to(device), records
             coded = [
-                coder.record(sketch, rows, first, *part, *told) for first, part in enumerate(zip(*held, strict=True))
+                coder.record(sketch, rows, first, of_keys, of_values, *told)
+                for first, (of_keys, of_values) in enumerate(zip(*held, strict=True))
             ]
             there["records"] = torch.cat(coded, dim=2)
         return _reduce_to_compared({name: there[name].cpu() for name in expected}, expected)

@@ -157,10 +157,12 @@ def _make_scene(
         held = bulk_keys[first, :, :length], bulk_values[first, :, :length]
         coded = code_tokens(*held, predict_keys(kwargs["sketch"], first, length), weights, records)
         parts = coded[:, :, :closed], coded[:, :, closed:]
-        tensors = [coded.new_full((batch, KV_HEADS, part.shape[2] + 41, records.size), NOTHING) for part in parts]
-        for tensor, part in zip(tensors, parts, strict=True):
+        stored, following = [
+            coded.new_full((batch, KV_HEADS, part.shape[2] + 41, records.size), NOTHING) for part in parts
+        ]
+        for tensor, part in zip((stored, following), parts, strict=True):
             tensor[first, :, : part.shape[2]] = part
-        kwargs["records"] = Records(*tensors, weights, records)
+        kwargs["records"] = Records(stored, following, weights, records)
         bulk_keys[first] = bulk_values[first] = torch.nan
     return dict(kwargs, near_keys=near_keys, near_values=near_values, bulk_keys=bulk_keys, bulk_values=bulk_values)
 
