@@ -54,8 +54,10 @@ def default_bits(bits_as_made: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def earlier_kernels(request: pytest.FixtureRequest, cache_folder: Path) -> Iterator[None]:
-    """C++ kernels that earlier runs compiled: their names are digests of all that they were compiled from."""
+    """C++ kernels that this run's other processes and earlier runs compiled: their names are digests of all that they
+    were compiled from."""
     from qada_cache import files  # with the settings above
+    from qada_cache.kernels.cpu import building
 
     if not hasattr(request.config, "cache"):  # pytest was told to keep nothing
         yield
@@ -65,13 +67,24 @@ def earlier_kernels(request: pytest.FixtureRequest, cache_folder: Path) -> Itera
         with suppress(FileNotFoundError):  # another process removes it
             if time.time() - kernel.stat().st_mtime > KEPT_SECONDS:
                 kernel.unlink()
-            else:
-                with files.open_folder("kernels", make=True) as kernels:
-                    files.write(kernel.name, (kernel.read_bytes(),), folder=kernels)
-    yield
-    for kernel in (cache_folder / "kernels").glob("*.so"):
-        if not (earlier / kernel.name).exists():
-            files.write(earlier / kernel.name, (kernel.read_bytes(),))
+    own, load = cache_folder / "kernels", building._load
+
+    def load_any(source: Path, macros: tuple[str, ...]) -> Any:
+        with files.open_folder_at(own, make=True) as kernels:
+            for name in list_kernels(earlier) - list_kernels(own):
+                files.write(name, ((earlier / name).read_bytes(),), folder=kernels)
+        library = load(source, macros)
+        for name in list_kernels(own) - list_kernels(earlier):
+            files.write(earlier / name, ((own / name).read_bytes(),))
+        return library
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "_load", load_any)
+        yield
+
+
+def list_kernels(folder: Path) -> set[str]:
+    return {kernel.name for kernel in folder.glob("*.so")}
 
 
 @pytest.fixture(scope="session")
