@@ -199,8 +199,7 @@ class Operands:
     # bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch `unreliable`,
     # and so does every group without a sketch.
     sketch: Sketch | None = None
-    # With a sketch: what bulks of `MIN_TOKENS` and more lie in; their keys and values are not read. Without a token
-    # threshold the sketch then selects nothing.
+    # With a sketch: what bulks of `MIN_TOKENS` and more lie in. Without a token threshold it then selects nothing.
     records: Records | None = None
     bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
     sketch_read_bytes: Tensor | None = None  # int64 `[]`: likewise, of the sketch

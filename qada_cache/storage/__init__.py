@@ -115,12 +115,9 @@ class TokenStore:
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Put the newest tokens of every row into their columns."""
-        stop, tokens = self.sinks + self.end, keys.shape[2]
         for near, new in ((self.near_keys, keys), (self.near_values, values)):
-            if self.place is None:
-                near.narrow(2, stop - tokens, tokens).copy_(new)
-            else:
-                near.index_copy_(2, self.place, new)
+            old = near.narrow(2, self.sinks + self.end - new.shape[2], new.shape[2])
+            old.copy_(new) if self.place is None else near.index_copy_(2, self.place, new)
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
