@@ -31,8 +31,7 @@ class CodedBulk(Bulk):
 
     A record says how a key differs from what the sketch says of it, so tokens are coded when the sketch codes them: the
     open segment again as it grows. Query-adaptive calls read it `coded`; others, and the next coding, read it as the
-    model made it. A crop into a closed segment opens it again: its tokens are decoded, and
-    coded once more.
+    model made it. A crop into a closed segment opens it again: its tokens are decoded, and coded once more.
     """
 
     growth = 1 + 1 / 64  # what has room for more takes memory that records are to save
@@ -67,7 +66,7 @@ class CodedBulk(Bulk):
 
     @property
     def keys(self) -> Tensor:
-        """Of tokens that are in no record, `[batch, kv_heads, room, dim]`: row `r`'s begin with token `stored[r]`."""
+        """Of tokens in no closed segment, `[batch, kv_heads, room, dim]`: row `r`'s begin with token `stored[r]`."""
         return self.beside[0]
 
     @property
