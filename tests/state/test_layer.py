@@ -166,10 +166,10 @@ def test_only_the_bulk_of_long_context_heads_is_read(monkeypatch: pytest.MonkeyP
     pair, inputs, read = Pair(), Inputs(), set()
     original = Bulk.read
 
-    def spy(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def spy(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int, **how: bool) -> tuple[Tensor, Tensor]:
         assert (start, stop) == (0, bulk.lengths[rows.start])
         read.update((row, head) for row in range(rows.start, rows.stop) for head in range(heads.start, heads.stop))
-        return original(bulk, rows, heads, start, stop)
+        return original(bulk, rows, heads, start, stop, **how)
 
     pair.update(*inputs(60))
     monkeypatch.setattr(Bulk, "read", spy)
