@@ -56,14 +56,10 @@ tables/bits/trials.csv:  # interrupted after 7 needles
 	$(EVAL).trials --model $(QWEN) --tokens --own --bits 16 8 4 --documents 4 $(OUT)
 	$(EVAL).trials --tokens --own --bits 16 8 4 --tasks prose_niah --lengths 4096 --documents 12 --question sparse dense $(OUT)
 
-tables/bits/trials-bfloat16.csv:
+tables/bits/trials-bfloat16.csv:  # 16,384 tokens with an open segment in 16 bits
 	$(EVAL).trials --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 3 $(OUT)
 	$(EVAL).trials --model $(QWEN) --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 2 $(OUT)
 	$(EVAL).trials --model $(QWEN) --tokens --own --bits 8 4 --dtype bfloat16 --lengths 16384 --documents 1 $(OUT)
-
-tables/open/trials-bfloat16.csv:
-	$(EVAL).trials --tokens --own --bits 8 --dtype bfloat16 --documents 1 $(OUT)
-	$(EVAL).trials --model $(QWEN) --tokens --own --bits 8 --dtype bfloat16 --documents 1 $(OUT)
 
 tables/prefill/trials.csv:  # interrupted after a document of prose
 	$(EVAL).trials --prefill 0 4.4 12 30 --bits 8 --documents 4 $(OUT)
