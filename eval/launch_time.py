@@ -187,28 +187,26 @@ def make_step(decoder: Decoder, graph: DecodeGraph | None) -> Callable[[], objec
     return lambda: graph.run(decoder.cache.layers, decoder, decoder.forward, told)
 
 
-def make_dynamic_step() -> Callable[[], object]:
-    """As `make_step`, by DynamicCache, whose context stays as it is."""
+def make_dynamic_step() -> tuple[Callable[[], object], Callable[[], object]]:
+    """As `make_step`, by DynamicCache; and what has its context as before, to be called first."""
     decoder, token = Decoder(make_config(), sdpa_attention_forward), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     context = torch.zeros(1, KV_HEADS, CONTEXT, DIM, dtype=torch.bfloat16, device="cpu")
 
-    def compute() -> None:
+    def renew() -> None:
         decoder.cache = DynamicCache()
         for index in range(LAYERS):
             decoder.cache.update(context, context, index)
-        begin = time.thread_time()
-        decoder(token)
-        compute.seconds = time.thread_time() - begin  # type: ignore[attr-defined]
 
-    return compute
+    return lambda: decoder(token), renew
 
 
-def measure(compute: Callable[[], object]) -> float:
-    """Microseconds of a step, over its layers."""
+def measure(compute: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Microseconds of a step, over its layers, without what comes `before`."""
     Launcher.launched.clear()
+    before()
     begin = time.thread_time()
     compute()
-    return 1e6 * getattr(compute, "seconds", time.thread_time() - begin) / LAYERS
+    return 1e6 * (time.thread_time() - begin) / LAYERS
 
 
 @torch.no_grad()
@@ -225,8 +223,8 @@ def measure_row(sketch: str, steps: int) -> dict[str, Any]:
     for _ in range(4):  # as ever, rehearsed, captured, compared
         replayed_step()
     assert graph._compared, graph.failed
-    each = computed_step, replayed_step, dynamic_step
-    found = [[measure(step) for step in each] for _ in range(steps)]
+    each = (computed_step,), (replayed_step,), dynamic_step
+    found = [[measure(*step) for step in each] for _ in range(steps)]
     host, by_graph, dynamic = (median(times) for times in zip(*found, strict=True))
     return {
         "sketch": sketch,

@@ -1,9 +1,10 @@
 """What GPUs and hosts are assumed to do, for `eval.gpu_plan`."""
 
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
-from eval.shared.tables import read
+from eval.shared.tables import Rows, read
 
 RESULTS = Path(__file__).parents[1] / "results"
 RESOURCES, HOST, MEASURED = (
@@ -59,10 +60,15 @@ def count_instructions(*, dim: int, group: int, tokens: int, segments: int, sket
         "estimate_kernel": -(-tokens // estimated),
         "selected_kernel": -(-tokens // min(MOST_TOKENS, SCORES // queries)),
     }
-    rows = [row for row in read(RESOURCES) if (row["sketch"], row["architecture"]) == (sketch, architecture)]
+    rows = [row for row in _read_resources(RESOURCES) if (row["sketch"], row["architecture"]) == (sketch, architecture)]
     found = 0
     for kernel, count in blocks.items():
         sizes = [(int(row["dim"]), int(row["group"]), row) for row in rows if row["kernel"] == kernel]
         nearest = min((size for size in sizes if size[0] >= dim and size[1] >= group), key=lambda size: size[:2])
         found += WARPS * count * int(nearest[2]["instructions"])
     return found
+
+
+@functools.cache
+def _read_resources(table: Path) -> Rows:
+    return read(table)

@@ -238,7 +238,7 @@ class _Bound:
         coding = NO_CODING if sketch is None else find_coding(sketch)
         marks, s_marks = layer.marks, None if layer.marks is None else layer.marks.stride(1)
         # What may differ between steps of what Triton compiles for: strides of 1, residents, marks, multiples of 16.
-        aligned = states.data_ptr() % 16, log_bulk.data_ptr() % 16
+        aligned = states.data_ptr() % 16 == 0, log_bulk.data_ptr() % 16 == 0
         variant = of_rows.variant, resident[0] is None, marks is None, aligned
         with torch.cuda.device_of(states):  # Triton launches on the current device
             self._local.launch(
