@@ -35,11 +35,11 @@ test-all: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not gpu"
 
-# Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side. Some five
+# Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side. Some six
 # minutes of a large GPU.
 gpu: $(VENV)/.installed
 	TRITON_INTERPRET=0 $(RUN) -m pytest -m gpu -n 8
-	$(MAKE) tables/benchmark-llama-3-8b-cuda.csv tables/first_token-llama-3-8b-cuda.csv
+	$(MAKE) tables/benchmark-llama-3-8b-cuda.csv tables/first_token-llama-3-8b-cuda.csv tables/turns-llama-3-8b-cuda.csv
 
 check: check-python check-cpp
 

@@ -153,6 +153,9 @@ tables/benchmark-llama-3-8b-cuda.csv:
 tables/first_token-llama-3-8b-cuda.csv:
 	$(EVAL).first_token --model llama-3-8b --device cuda --tokens 8192 32768 --rounds 2 $(INTO)
 
+tables/turns-llama-3-8b-cuda.csv:
+	$(EVAL).turns --model llama-3-8b --device cuda --tokens 8192 --turns 1 4 16 64 112 128 512 $(INTO)
+
 tables/medians.csv:
 	$(EVAL).regressions --record
 

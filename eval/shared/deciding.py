@@ -20,9 +20,11 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.tables import Rows
 from eval.shared.texts import Document
+from qada_cache import QAdACache
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.models import attention_table, find_full_attention_layers
 from qada_cache.state import SKETCH_BITS, TOKEN_THRESHOLD
+from qada_cache.state.layer import find_adaptive_tokens
 from qada_cache.tuning.measuring import compare_logits
 from qada_cache.versions import pass_cache
 
@@ -214,11 +216,13 @@ def follow(model: PreTrainedModel, document: Document, cache: DynamicCache, *, a
     """Log-probabilities `[tokens, vocabulary]` of what follows a prompt that `cache` holds.
 
     The question in one call; the rest with it, or token by token, as in decoding: the queries of one call share the
-    tokens that they read.
+    tokens that they read. Where heads decide for fewer tokens at once, in calls of so many.
     """
     ids, question = document.following.to(model.device), document.question
+    most = find_adaptive_tokens(cache.layers) if isinstance(cache, QAdACache) else ids.shape[1]
     parts = [ids] if at_once else [ids[:, :question], *ids[:, question:].split(1, dim=1)]
-    logits = [model(part, **pass_cache(cache)).logits[0] for part in parts if part.shape[1]]
+    pieces = [piece for part in parts if part.shape[1] for piece in part.split(most, dim=1)]
+    logits = [model(piece, **pass_cache(cache)).logits[0] for piece in pieces]
     return torch.cat(logits)[question - 1 :].float().log_softmax(dim=-1)
 
 

@@ -21,7 +21,7 @@ class Gpu(NamedTuple):
 
     memory_gib: int
     memory_gb_s: float
-    bus_gb_s: float  # between host and device: what was measured on an H200 (PCIe 5.0), and is usual for PCIe 4.0
+    bus_gb_s: float  # between host and device: what was measured on an H100 (PCIe 5.0), and is usual for PCIe 4.0
     schedulers: int  # four a multiprocessor, each issues an instruction of a warp in a cycle
     ghz: float  # boost
     architecture: str  # the row of `triton-resources.csv`
@@ -37,7 +37,7 @@ GPUS = {
 class Host(NamedTuple):
     """Milliseconds of a step of one layer on the host, the model's own part included unless a graph is replayed."""
 
-    dynamic: float  # `DynamicCache`, as measured beside an H200
+    dynamic: float  # `DynamicCache`, as measured beside an H100
     computed: dict[str, float]  # ours by sketch: as much, and what our layer's part takes more in `launch_time.csv`
     replayed: dict[str, float]  # likewise by a graph
 

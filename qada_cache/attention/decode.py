@@ -19,8 +19,6 @@ from ..storage.reading import update_residency
 from .by_torch import attend_by_torch
 
 TURN_TOKENS = 512  # more, where the window is as long, are matrices enough for torch
-# More, of an offloaded bulk, would bring over the bus again and again what torch brings once. Not timed.
-BUS_TOKENS = 16
 
 
 def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tensor:
@@ -64,9 +62,7 @@ def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
     options = layer.options
     if store.sketch is None or states.shape[2] > TURN_TOKENS or options.kernels == "torch":
         return False
-    if states.is_cpu and options.kernels == "auto":
-        return len(states) == 1
-    return not store.bulk.offloaded or states.shape[2] <= BUS_TOKENS
+    return not states.is_cpu or options.kernels == "triton" or len(states) == 1
 
 
 class KnownStep(NamedTuple):

@@ -125,11 +125,11 @@ def attention_forward(
     `[batch, tokens, heads, dim]` and weights.
 
     The first call on an empty cache is exact but for `prefill_threshold`, by the model's own unless ours is faster
-    (`attend_to_prompt`). A call of another cache is the model's own. A call with more new tokens than the window, or of
-    a chunk of `generate`'s prompt, or with a mask that is not causal among its tokens, is exact attention over
-    everything; any other is query-adaptive. NotImplementedError, if the model asks for something this cache does not
-    compute; RuntimeError in training mode, or at keys of a cache already used with another model; ValueError at a mask
-    this cache cannot follow.
+    (`attend_to_prompt`). A call of another cache is the model's own. A call with more new tokens than
+    `QAdALayer.adaptive_tokens`, or of a chunk of `generate`'s prompt, or with a mask that is not causal among its
+    tokens, is exact attention over everything; any other is query-adaptive. NotImplementedError, if the model asks for
+    something this cache does not compute; RuntimeError in training mode, or at keys of a cache already used with
+    another model; ValueError at a mask this cache cannot follow.
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:
@@ -201,7 +201,7 @@ def _attend(
             queries > 1 or layer.store.end <= layer.options.window
         ) and find_prompt().in_chunks
     empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
-    exact = long or visible is not None
+    exact = long or visible is not None or queries > layer.adaptive_tokens
     if empty:
         untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
         # Without a mask only these know that a prompt is causal, and a mask of another shape is theirs to read.

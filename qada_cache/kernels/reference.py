@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..criterion import soft_cap
 
-# Relative and absolute: a few roundings of a softmax average, far below the change by a missing part.
+# Of what is averaged: a few roundings of a softmax average, far below the change by a missing part.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -68,7 +68,8 @@ def find_fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor
     """A kernel's fault, in words for a warning; None without one. OutOfMemoryError, if `compute` raises it.
 
     `compute` has it compute, and returns the results on the host. Floating values have to be within `TOLERANCE` of the
-    `expected` ones' dtype, others equal, and shapes and dtypes the same.
+    `expected` ones' dtype, relative to them and to their mean size, if that is above 1; others equal, and shapes and
+    dtypes the same.
     """
     try:
         found = compute()
@@ -82,7 +83,9 @@ def find_fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor
         if not other.is_floating_point():
             if not torch.equal(one, other):
                 return "its decisions or counts are not those of the same computation in plain torch"
-        elif not torch.allclose(one, other, rtol=TOLERANCE[other.dtype], atol=TOLERANCE[other.dtype]):
+            continue
+        within, size = TOLERANCE[other.dtype], max(1.0, float(other.abs().mean()))
+        if not torch.allclose(one, other, rtol=within, atol=within * size):
             worst = float((one.double() - other.double()).abs().max())
             return f"it is off by {worst:.2g} from the same computation in plain torch"
     return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qada_cache import CacheStats, QAdACache
+from qada_cache.state.layer import find_adaptive_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +82,13 @@ def score(
 def _score_batch(
     batch: Sequence[Row], prefix_mask: Tensor, forward: Forward, cache: QAdACache
 ) -> list[tuple[int, float, bool]]:
-    """Read the rows' queries, in calls no longer than the window: longer ones would be exact attention."""
+    """Read the rows' queries, in calls that heads decide for: longer ones would be exact attention."""
     ids, mask = pad([row.queries for row in batch], prefix_mask.device, side="right")
     parts: dict[int, list[Tensor]] = {}
     agrees: dict[int, bool] = {}
-    window = cache.options.window
-    for start in range(0, ids.shape[1], window):
-        stop = min(start + window, ids.shape[1])
+    most = find_adaptive_tokens(cache.layers)
+    for start in range(0, ids.shape[1], most):
+        stop = min(start + most, ids.shape[1])
         log_probabilities = forward(cache, ids[:, start:stop], torch.cat([prefix_mask, mask[:, :stop]], dim=1))
         for row, scores, greedy in zip(batch, log_probabilities, log_probabilities.argmax(dim=-1), strict=True):
             for index, continuation in row.requests:

@@ -1,6 +1,7 @@
 """One layer of the cache: every verb transformers asks of it, on top of a `TokenStore`."""
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ def _make_no_tensor(name: str) -> Any:
             )
 
     return property(refuse, refuse)
+
+
+BUS_TOKENS = 16  # more would bring over the bus, token by token, what exact attention brings once
 
 
 class Seen(int):
@@ -61,6 +65,14 @@ class QAdALayer(DynamicLayer):
     def options(self) -> Options:
         """The cache's options."""
         return self.shared.options
+
+    @property
+    def adaptive_tokens(self) -> int:
+        """The most new tokens of a call that heads decide for, behind others: more are exact."""
+        store, most = self.store, self.options.window
+        if store is None or not (store.bulk.offloaded and store.selects) or self.options.criterion == "local":
+            return most
+        return min(most, BUS_TOKENS)
 
     def apply_options(self) -> None:
         """Decide and count by the cache's new options; ValueError as of `TokenStore.keep_moments`."""
@@ -206,6 +218,11 @@ class QAdALayer(DynamicLayer):
     def _select_by(self, verb: str, argument: Any) -> None:
         if self.store is not None and self.store.batch:
             self.select_rows(find_selected_rows(verb, argument, self.store.batch))
+
+
+def find_adaptive_tokens(layers: Iterable[Any]) -> int:
+    """The least `adaptive_tokens` of those that are ours."""
+    return min(layer.adaptive_tokens for layer in layers if isinstance(layer, QAdALayer))
 
 
 def check_crop(tokens_to_remove: Any) -> int:

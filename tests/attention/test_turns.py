@@ -8,14 +8,17 @@ import pytest
 import torch
 from compilers import needs_compiler
 from models import prompt, tiny
+from stand_in import accelerator
 from torch import Tensor
+from transformers import DynamicCache
 
 from qada_cache import QAdACache
-from qada_cache.attention.decode import BUS_TOKENS, takes_turns
+from qada_cache.attention.decode import takes_turns
 from qada_cache.kernels import query_adaptive
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.sketch import selection
 from qada_cache.sketch.codec import Sketch
+from qada_cache.state.layer import BUS_TOKENS, find_adaptive_tokens
 from qada_cache.versions import pass_cache
 
 HELD = 1700
@@ -140,11 +143,35 @@ def test_what_torch_computes(turns: list[int]) -> None:
     assert not turns
 
 
-@pytest.mark.parametrize(
-    ("tokens", "offloaded", "taken"), [(112, False, True), (BUS_TOKENS, True, True), (BUS_TOKENS + 1, True, False)]
-)
-def test_on_an_accelerator(tokens: int, offloaded: bool, taken: bool) -> None:
-    """A long turn would bring the same tokens of an offloaded bulk over the bus again and again."""
+@pytest.mark.parametrize("rows", [1, 3])
+def test_kernels_on_an_accelerator_take_rows(rows: int) -> None:
     layer: Any = SimpleNamespace(options=SimpleNamespace(kernels="auto"))
-    store: Any = SimpleNamespace(sketch=object(), bulk=SimpleNamespace(offloaded=offloaded))
-    assert takes_turns(layer, store, torch.empty(3, 4, tokens, 16, device="meta")) == taken
+    store: Any = SimpleNamespace(sketch=object())
+    assert takes_turns(layer, store, torch.empty(rows, 4, 112, 16, device="meta"))
+    assert takes_turns(layer, store, torch.empty(rows, 4, 112, 16)) == (rows == 1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("options", [{}, {"token_threshold": 0.0}, {"criterion": "local"}, {"offloading": False}])
+def test_a_turn_that_is_long_for_the_bus(options: dict[str, Any]) -> None:
+    """It would bring the same tokens of an offloaded bulk again and again. So it is exact, decides nothing, and its
+    tokens are cropped as any others."""
+    model, ids = tiny(head_dim=32), prompt(HELD + 40)[0]
+    full = DynamicCache(config=model.config)
+    with accelerator():
+        cache = QAdACache(model, **OPTIONS | options)
+        for each in (cache, full):
+            model(ids[:, :HELD], **pass_cache(each))
+        assert find_adaptive_tokens(cache.layers) == (BUS_TOKENS if not options else cache.options.window)
+        if options:
+            return
+        for first, crop in ((HELD, 1), (HELD + 16, 10), (HELD + 23, 2)):
+            turn = slice(first, first + BUS_TOKENS + 1)
+            expected = model(ids[:, turn], **pass_cache(full)).logits
+            found = model(ids[:, turn], **pass_cache(cache)).logits
+            torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+            for each in (cache, full):
+                each.crop(-crop)
+        assert not cache.stats().decisions
+        model(ids[:, :BUS_TOKENS], **pass_cache(cache))
+        assert cache.stats().decisions

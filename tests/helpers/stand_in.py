@@ -7,6 +7,7 @@ source that is written to while its copy is under way spoils the copy. What only
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,6 +30,18 @@ def on_gpu(test: Callable) -> Callable:
     for mark in GPU:
         test = mark(test)
     return test
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """An operation for which the host waits for the CUDA device raises RuntimeError in here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def strided(tokens: int, heads: int = 4) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import SMALL, forced, tiny
+from stand_in import accelerator
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
 
@@ -146,6 +148,20 @@ def test_continuations_of_one_context_share_its_prefill(
     assert [score for score, _ in together] == pytest.approx([score for score, _ in apart], abs=1e-4)
     # Two endings differ only in a token that is scored and never read: they are one row.
     assert calls == [(1, 99), *([(1, 3), (1, 2), (1, 1)] if batch_size == 1 else [(3, 3)])]
+
+
+def test_no_call_is_longer_than_heads_decide_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bulks in the memory of a host behind a bus, that is fewer tokens than a window has."""
+    lm, widths = random_lm(cache_local_tokens=SMALL["sink_tokens"] + 50), []
+    forward = lm._forward
+    monkeypatch.setattr(
+        lm, "_forward", lambda *given, **options: widths.append(given[1].shape[1]) or forward(*given, **options)
+    )
+    for where, expected in ((nullcontext(), [100, 40]), (accelerator(), [100, 16, 16, 8])):
+        widths.clear()
+        with where:
+            lm._loglikelihood_tokens(token_requests((101, 40)), disable_tqdm=True)
+        assert widths == expected
 
 
 def test_a_request_is_cut_as_lm_eval_cuts_it() -> None:

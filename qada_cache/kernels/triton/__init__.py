@@ -10,8 +10,8 @@ The launches depend on shapes alone: flags, lengths and selections stay on the d
 once, and a CUDA graph can hold all of it. The bulk may be pinned host memory, read in place over the bus. A byte that
 no head needs is never moved, and a needed one once, as the query heads of a group are packed.
 
-It has been run on an H200, under Triton's interpreter, and compiled for other GPUs. Numbers below are for all of them,
-and are read when a layer's storage is new to it: who tries others sets them here before.
+It has been run on an H100 and an H200, under Triton's interpreter, and compiled for other GPUs. Numbers below are for
+all of them, and are read when a layer's storage is new to it: who tries others sets them here before.
 """
 
 import math
