@@ -94,7 +94,7 @@ def estimate_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = N
     """`k_hat` float32 `[..., tokens, dim]`, of what `quantize_segments` returned for these tokens; or of any tokens, if
     `of`, int64 `[tokens]`, says which of the segments each is of."""
     tokens, count = made["scales"].shape[-1], made["units"].shape[-1]
-    if of is None and tokens != count * SEGMENT_TOKENS:  # the last one of a bulk may be longer
+    if of is None and count > 1 and tokens != count * SEGMENT_TOKENS:  # the last one of a bulk may be longer
         of = torch.arange(tokens, device=made["units"].device).div(SEGMENT_TOKENS, rounding_mode="floor")
         of = of.clamp_max(count - 1)
 
