@@ -56,7 +56,7 @@ check-cpp: $(VENV)/.installed
 	$(RUN) -m tests.helpers.check_cpp
 	CXX=$(CURDIR)/tests/helpers/sanitized-c++ ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
-		$(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_selected_tokens.py tests/kernels/test_prompt.py tests/kernels/test_selected_prompt.py tests/kernels/test_records.py tests/kernels/test_decoding.py -k "$(WATCHED)"
+		$(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_selected_tokens.py tests/kernels/test_prompt.py tests/kernels/test_selected_prompt.py tests/kernels/test_records.py tests/kernels/test_recording.py -k "$(WATCHED)"
 
 # The site in .docs/site, from an environment of its own: pages are read where they lie, docstrings without an import.
 $(DOCS)/.installed: constraints.txt

@@ -7,7 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..kernels.cpu.decoding import decode_records
+from ..kernels.cpu.recording import code_records, decode_records
 from ..sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, count_closed, count_segments
 from ..sketch.coded import (
     RecordLayout,
@@ -135,8 +135,11 @@ class CodedBulk(Bulk):
         if (coder := self.sketch.find_coder()) is not None:
             places = self.sketch.tensors, rows, self.stored[rows.start] // SEGMENT_TOKENS
             return coder.record(*places, keys, values, self._weights, self.layout)
-        predicted = estimate_keys(made, self.sketch.layout)
-        return code_tokens(keys, values, predicted, self._find_weights(slice(None)), self.layout)
+        weights, sketch = self._find_weights(slice(None)), self.sketch.tensors.map(lambda held: held[rows])
+        told = {"first": self.stored[rows.start], "segments": count_segments(self.lengths[rows.start])}
+        if (found := code_records(keys, values, sketch, weights, self.layout, **told)) is not None:
+            return found
+        return code_tokens(keys, values, estimate_keys(made, self.sketch.layout), weights, self.layout)
 
     def choose_stored(self, row: int, index: Tensor) -> Tensor:
         """As `Bulk`; reading their number waits for the device."""

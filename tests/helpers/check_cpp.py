@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import building, decoding, prompt, selected_prompt
+from qada_cache.kernels.cpu import building, prompt, recording, selected_prompt
 from qada_cache.sketch.coded import RecordLayout
 
 # Element, dimensions, queries, and bits of a bulk.
@@ -31,7 +31,7 @@ def main() -> int:
         records = RecordLayout.from_bits(dim, value_dim, bits)
         failed += not is_clean(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor)
         if records is not None:
-            failed += not is_clean(decoding.SOURCE, cpu.define("FLOAT32", dim, value_dim, 1, records), processor)
+            failed += not is_clean(recording.SOURCE, cpu.define("FLOAT32", dim, value_dim, 1, records), processor)
     sources = (prompt.SOURCE, selected_prompt.SOURCE) if machine == "x86_64" else ()
     for source, sizes, dtype in product(sources, PROMPT_SIZES, prompt.NUMBERS):
         failed += not is_clean(source, prompt.define(*sizes, dtype), "cooperlake")

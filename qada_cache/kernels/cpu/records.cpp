@@ -1,20 +1,20 @@
-// Tokens of records as the model made them, but for rounding: `decode_keys` and `decode_values` of sketch/coded.py, for
-// calls that read whole bulks. Each vector has one channel of `TOKENS` tokens.
+// Records of tokens, and tokens of records: `code_tokens`, `decode_keys` and `decode_values` of sketch/coded.py. Each
+// vector has one channel of `TOKENS` tokens.
 
 #include "decide.h"
 
 namespace {
 
-// The arguments, `Decoding` of decoding.py.
-struct Decoding {
-    View<const uint8_t> records;
+// The arguments, `Coding` of recording.py.
+struct Coding {
+    View<uint8_t> records;
     View<const uint32_t> codes;  // these and the next ones as in `Sketch` (sketch/codec.py)
     View<const uint8_t> scales;
     View<const float> units;
     View<const uint16_t> centres, weights;
     View<const Channel> order;
     View<const float> record_weights;  // [DIM], `m` of sketch/coded.py
-    View<float> keys, values;  // [tokens, DIM] and [tokens, VALUE_DIM]
+    View<float> keys, values;  // [tokens, DIM] and [tokens, VALUE_DIM], one after the other
     int64_t batch, heads, tokens, first;  // of the bulk's tokens, the first one
     int64_t room, segment_tokens, segments, threads;  // of codes, the tokens between two words
     Words words;
@@ -22,10 +22,10 @@ struct Decoding {
 
 // `count` tokens of one segment.
 struct Block {
-    const Decoding& call;
+    const Coding& call;
     const int64_t row, head, start, count;
     const int64_t token = call.first + start, segment = std::min(token / call.segment_tokens, call.segments - 1);
-    const uint8_t* const records = call.records.at(row, head) + start * RECORD_SIZE;
+    uint8_t* const records = call.records.at(row, head) + start * RECORD_SIZE;
 
     // What the sketch says of the keys.
     void predict(Singles* keys) const {
@@ -71,13 +71,79 @@ struct Block {
         rotate<TURNED>(found, SIZE, 1 / sqrtf(TURNED));
     }
 
+    // The inverse of `decode`, as by `quantize_evenly`; `wide` is turned in place.
+    template <int BITS, int SIZE>
+    void code(int from, int of, Singles* wide) const {
+        constexpr int TURNED = SIZE & -SIZE, MOST = (1 << BITS) - 1, HALF = 1 << (BITS - 1);
+        rotate<TURNED>(wide, SIZE, 1 / sqrtf(TURNED));
+        Singles highest = {};
+        for (int d = 0; d < SIZE; d++) {
+            const Singles size = wide[d] < 0.0f ? -wide[d] : wide[d];
+            highest = (size > highest) | (size != size) ? size : highest;  // what is no number stays
+        }
+        Singles inverse;
+        uint16_t scales[TOKENS];
+        for (int t = 0; t < TOKENS; t++) {
+            scales[t] = narrow(highest[t] / (1 << BITS));
+            inverse[t] = 0.5f / std::max(widen(scales[t]), std::numeric_limits<float>::min());
+        }
+        alignas(CACHE_LINE) uint8_t codes[TOKENS][SIZE];
+        for (int d = 0; d < SIZE; d++) {
+            Singles level = wide[d] * inverse + (float)HALF;
+            level = level > 0.0f ? level : Singles{};
+            level = level < (float)MOST ? level : Singles{} + (float)MOST;
+            const Octets code = __builtin_convertvector(__builtin_convertvector(level, Integers), Octets);
+            for (int t = 0; t < TOKENS; t++) codes[t][d] = code[t];
+        }
+        for (int t = 0; t < count; t++) {
+            uint8_t* record = records + t * RECORD_SIZE;
+            std::memcpy(record + of * SCALE_BYTES, &scales[t], SCALE_BYTES);
+            collect<BITS, SIZE>(codes[t], record + from);
+        }
+    }
+
+    // The inverse of `expand`.
+    template <int BITS, int SIZE>
+    static void collect(const uint8_t* codes, uint8_t* planes) {
+        int done = 0;
+        for (int plane : {4, 2, 1}) {
+            if (!(BITS & plane)) continue;
+            for (int first = 0; first < SIZE; first += 8 / plane) {
+                unsigned byte = 0;
+                for (int i = 0; i < 8 / plane; i++)
+                    byte |= (codes[first + i] >> done & ((1 << plane) - 1)) << plane * i;
+                *planes++ = (uint8_t)byte;
+            }
+            done += plane;
+        }
+    }
+
+    template <int SIZE>
+    void read(const float* from, Singles* found) const {
+        for (int d = 0; d < SIZE; d++) found[d] = Singles{};
+        for (int t = 0; t < count; t++)
+            for (int d = 0; d < SIZE; d++) found[d][t] = from[(start + t) * SIZE + d];
+    }
+
     template <int SIZE>
     void write(const Singles* found, float* out) const {
         for (int t = 0; t < count; t++)
             for (int d = 0; d < SIZE; d++) out[(start + t) * SIZE + d] = found[d][t];
     }
 
-    void run() const {
+    void code() const {
+        Singles keys[DIM], found[std::max(DIM, VALUE_DIM)];
+        for (int t = 0; t < count; t++) std::memset(records + t * RECORD_SIZE, 0, RECORD_SIZE);
+        predict(keys);
+        read<DIM>(call.keys.at(row, head), found);
+        const float* weights = call.record_weights.at(row, head);
+        for (int d = 0; d < DIM; d++) found[d] = (found[d] - keys[d]) * weights[d];
+        code<KEY_BITS, DIM>(KEYS_FROM, 0, found);
+        read<VALUE_DIM>(call.values.at(row, head), found);
+        code<VALUE_BITS, VALUE_DIM>(VALUES_FROM, 1, found);
+    }
+
+    void decode() const {
         Singles keys[DIM], found[std::max(DIM, VALUE_DIM)];
         predict(keys);
         decode<KEY_BITS, DIM>(KEYS_FROM, 0, found);
@@ -89,13 +155,9 @@ struct Block {
     }
 };
 
-}  // namespace
-
-// What decoding.py says of the size of the arguments is compared with this before they are read.
-extern "C" int64_t decoding_size() { return sizeof(Decoding); }
-
-extern "C" void decode_records(const Decoding* given) {
-    const Decoding& call = *given;
+// The call's tokens, in blocks.
+template <typename Work>
+void for_blocks(const Coding& call, Work work) {
     const int64_t blocks = (call.tokens + TOKENS - 1) / TOKENS;
 #pragma omp parallel for num_threads(call.threads)
     for (int64_t job = 0; job < call.batch * call.heads * blocks; job++) {
@@ -104,8 +166,21 @@ extern "C" void decode_records(const Decoding* given) {
         for (int64_t start = job % blocks * TOKENS; start < stop;) {  // a segment may end within
             const int64_t left = call.segment_tokens - (call.first + start) % call.segment_tokens;
             const int64_t count = std::min(stop - start, left);
-            Block{call, row, head, start, count}.run();
+            work(Block{call, row, head, start, count});
             start += count;
         }
     }
+}
+
+}  // namespace
+
+// What recording.py says of the size of the arguments is compared with this before they are read.
+extern "C" int64_t coding_size() { return sizeof(Coding); }
+
+extern "C" void code_records(const Coding* call) {
+    for_blocks(*call, [](const Block& block) { block.code(); });
+}
+
+extern "C" void decode_records(const Coding* call) {
+    for_blocks(*call, [](const Block& block) { block.decode(); });
 }

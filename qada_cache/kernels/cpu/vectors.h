@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -77,6 +78,11 @@ inline To loaded(const void* from) {
 inline float from_bits(uint32_t bits) { return loaded<float>(&bits); }
 inline float widen(uint16_t bfloat16) { return from_bits((uint32_t)bfloat16 << 16); }
 inline float widen(float same) { return same; }
+// To the nearest bfloat16, of two to the even one.
+inline uint16_t narrow(float wide) {
+    const uint32_t bits = loaded<uint32_t>(&wide);
+    return wide != wide ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
 #if defined(FLOAT16)
 inline float widen(_Float16 half) { return half; }
 #endif

@@ -1,4 +1,4 @@
-"""Whole bulks of records, decoded by the compiled kernel."""
+"""Records that the compiled kernel makes, and whole bulks of them, decoded by it."""
 
 import platform
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from models import prompt, tiny
 from test_instruction_sets import SETS, supported
 
 from qada_cache import QAdACache
-from qada_cache.kernels.cpu import building, decoding
+from qada_cache.kernels.cpu import building, recording
 from qada_cache.sketch import Layout, count_closed, count_segments
 from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import RecordLayout, code_tokens, estimate_keys, find_query_weights
@@ -27,9 +27,9 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
         pytest.skip("the processor cannot run it")
     monkeypatch.setattr(building, "FLAGS", tuple(f.replace("native", request.param) for f in building.FLAGS))
-    decoding.build_decoder.cache_clear()
+    recording.build_coder.cache_clear()
     yield
-    decoding.build_decoder.cache_clear()
+    recording.build_coder.cache_clear()
 
 
 @pytest.mark.usefixtures("built_for")
@@ -54,7 +54,7 @@ def test_equals_float64(dim: int, value_dim: int, bits: float, rung: int) -> Non
         at, span = (slice(rows, rows + 1), slice(heads, heads + 1)), slice(start, stop)
         part = sketch.map(lambda tensor, at=at: tensor[at])
         told_of = {"first": start, "segments": segments}
-        found = decoding.decode_records(records[at][:, :, span], part, weights[at[1]], records_layout, **told_of)
+        found = recording.decode_records(records[at][:, :, span], part, weights[at[1]], records_layout, **told_of)
         assert found is not None
         residual, value = (one[span] for one in expected[rows][heads])
         key = told[rows][heads][span] + residual / weights[heads].double()
@@ -62,11 +62,38 @@ def test_equals_float64(dim: int, value_dim: int, bits: float, rung: int) -> Non
             torch.testing.assert_close(one[0, 0].double(), true, rtol=1e-6, atol=2e-6 * float(true.abs().max()))
     every, at = {"first": 0, "segments": segments}, (slice(0, 1), slice(1, 2))
     part = sketch.map(lambda tensor: tensor[at])
-    together = decoding.decode_records(records, sketch, weights, records_layout, **every)
-    alone = decoding.decode_records(records[at], part, weights[1:2], records_layout, **every)
+    together = recording.decode_records(records, sketch, weights, records_layout, **every)
+    alone = recording.decode_records(records[at], part, weights[1:2], records_layout, **every)
     assert together is not None
     assert alone is not None
     torch.testing.assert_close(together[0][0, 1], alone[0][0, 0], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("built_for")
+@pytest.mark.parametrize(("dim", "value_dim", "bits", "rung"), [(64, 64, 1.5, 8), (80, 48, 4, 4), (136, 24, 0.5, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_records_are_those_of_torch(dim: int, value_dim: int, bits: float, rung: int, dtype: torch.dtype) -> None:
+    """But for numbers between two levels, of which each takes one; spans begin and end at segments."""
+    generator = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(2, 3, TOKENS, size, generator=generator).to(dtype) for size in (dim, value_dim))
+    values[0, 0, 7], keys[0, 0, 9], values[0, 1, 3, 0] = 0, 0, torch.nan
+    energies, layout = torch.rand(3, dim, generator=generator), Layout.from_bits(dim, bits)
+    records_layout = RecordLayout.from_bits(dim, value_dim, rung)
+    assert layout is not None
+    assert records_layout is not None
+    sketch, weights = Sketch.of(keys, values, energies, layout), find_query_weights(energies, dim, keys.device)
+    predicted = estimate_keys(sketch.to_tensors(), layout)
+    expected, segments = code_tokens(keys, values, predicted, weights, records_layout), count_segments(TOKENS)
+    closed = count_closed(TOKENS)
+    for start, stop in ((0, closed), (closed, TOKENS), (512, TOKENS)):
+        parts = keys.mT.contiguous().mT[:, :, start:stop], values[:, :, start:stop]
+        found = recording.code_records(*parts, sketch, weights, records_layout, first=start, segments=segments)
+        assert found is not None
+        scales = (part[..., :4].contiguous().view(torch.bfloat16) for part in (found, expected[:, :, start:stop]))
+        torch.testing.assert_close(*scales, rtol=2**-7, atol=0, equal_nan=True)
+        alike = (found == expected[:, :, start:stop]).float()
+        assert float(alike.mean()) > 0.999
+        assert float(alike[..., -2:].mean()) > 0.999
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -90,11 +117,14 @@ def test_long_turns_are_those_of_torch(bits: int, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_what_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing can be built there is one warning and no error."""
     monkeypatch.setattr(building, "find_compiler", lambda: "/no/compiler")
-    decoding.build_decoder.cache_clear()
+    recording.build_coder.cache_clear()
     layout = RecordLayout.from_bits(64, 64, 8)
     assert layout is not None
-    assert decoding.build_decoder(layout) is None
-    decoding.build_decoder.cache_clear()
+    assert recording.build_coder(layout) is None
+    sketch = Sketch.of(*torch.randn(2, 1, 1, 1300, 64), None, Layout.from_bits(64, 1.5))
+    told = sketch, torch.ones(64), layout
+    assert recording.code_records(*torch.randn(2, 1, 1, 20, 64), *told, first=0, segments=2) is None
+    recording.build_coder.cache_clear()

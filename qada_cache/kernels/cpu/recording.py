@@ -1,7 +1,8 @@
-"""Keys and values of records, decoded on the CPU in one call of `records.cpp`."""
+"""Keys and values as records, and back, on the CPU, each in one call of `records.cpp`."""
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,8 +19,8 @@ SOURCE = Path(__file__).with_name("records.cpp")
 OF_SKETCH = ("codes", "scales", "units", "centres", "weights", "order")
 
 
-class Decoding(ctypes.Structure):
-    """`Decoding` of records.cpp."""
+class Coding(ctypes.Structure):
+    """`Coding` of records.cpp."""
 
     _fields_ = (
         *((name, View) for name in ("records", *OF_SKETCH, "record_weights", "keys", "values")),
@@ -27,6 +28,20 @@ class Decoding(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("segments", "threads")),
         ("words", ctypes.c_int * 3),
     )
+
+
+def code_records(
+    keys: Tensor, values: Tensor, sketch: Sketch, weights: Tensor, layout: RecordLayout, *, first: int, segments: int
+) -> Tensor | None:
+    """Records uint8 `[rows, heads, tokens, size]` of `keys` `[rows, heads, tokens, dim]` and `values` (`value_dim`), of
+    a bulk's tokens from `first` on; as `code_tokens` of `coded.py`, but for a number beside the nearest one now and
+    then. None where they are not on a CPU, or nothing can be built. Other arguments are as for `decode_records`."""
+    if not keys.is_cpu or not keys.numel() or (library := build_coder(layout)) is None:
+        return None
+    records = torch.empty(*keys.shape[:3], layout.size, dtype=torch.uint8, device="cpu")
+    keys, values = keys.float().contiguous(), values.float().contiguous()
+    _call(library.code_records, records, keys, values, sketch, weights, first=first, segments=segments)
+    return records
 
 
 def decode_records(
@@ -44,25 +59,32 @@ def decode_records(
     """
     if not records.is_cpu or not records.numel() or records.stride()[2:] != (layout.size, 1):
         return None
-    if (library := build_decoder(layout)) is None:
+    if (library := build_coder(layout)) is None:
         return None
+    keys, values = (torch.empty(*records.shape[:3], size, device="cpu") for size in (layout.dim, layout.value_dim))
+    _call(library.decode_records, records, keys, values, sketch, weights, first=first, segments=segments)
+    return keys, values
+
+
+def _call(
+    function: Callable, records: Tensor, keys: Tensor, values: Tensor, sketch: Sketch, weights: Tensor,
+    *, first: int, segments: int,
+) -> None:  # fmt: skip
     rows, heads, tokens = records.shape[:3]
-    found = [torch.empty(rows, heads, tokens, size, device="cpu") for size in (layout.dim, layout.value_dim)]
     weights = weights.expand(heads, -1).contiguous()[None]
-    tensors = dict(zip(("keys", "values"), found, strict=True)) | {"records": records, "record_weights": weights}
+    tensors = {"records": records, "keys": keys, "values": values, "record_weights": weights}
     tensors |= {name: getattr(sketch, name) for name in OF_SKETCH}
-    call = Decoding(**{name: view(tensor) for name, tensor in tensors.items()}, batch=rows, heads=heads, tokens=tokens)
+    call = Coding(**{name: view(tensor) for name, tensor in tensors.items()}, batch=rows, heads=heads, tokens=tokens)
     call.first, call.room, call.segment_tokens = first, sketch.codes.stride(2), SEGMENT_TOKENS
     call.segments, call.threads, call.words = segments, torch.get_num_threads(), sketch.layout.words
-    library.decode_records(ctypes.byref(call))
-    return found[0], found[1]
+    function(ctypes.byref(call))
 
 
 @functools.cache
-def build_decoder(layout: RecordLayout) -> ctypes.CDLL | None:
+def build_coder(layout: RecordLayout) -> ctypes.CDLL | None:
     """The library for such records, built if need be; None, with one warning, if it cannot be."""
     macros = define(ELEMENTS[torch.float32], layout.dim, layout.value_dim, 1, layout)
-    warning = "records of few bits are decoded by torch, as the kernel could not be built"
+    warning = "records of few bits are made and decoded by torch, as the kernel could not be built"
     if (library := build_library(SOURCE, macros, warning)) is not None:
-        check_size(Decoding, library.decoding_size(), SOURCE)
+        check_size(Coding, library.coding_size(), SOURCE)
     return library
