@@ -172,7 +172,7 @@ tables/bfloat16/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).first_token --model $(QWEN) --tokens 4096 8192 16384 32768 --prefill 12 --rounds 1 $(INTO)
 
 tables/alone/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).first_token --model $(QWEN) --tokens 16384 --prefill 12 --rounds 1 $(INTO)
+	$(EVAL).first_token --model $(QWEN) --tokens 16384 --prefill 12 --rounds 2 $(INTO)
 
 tables/turns-smollm2-cpu.csv:
 	$(EVAL).turns --model smollm2 --tokens 4000 --turns 4 16 64 112 128 512 $(INTO)
@@ -188,6 +188,9 @@ tables/prompt_loss-smollm2.csv:
 
 tables/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompt_loss --model $(QWEN) --dtype bfloat16 --tokens 16384 --documents 1 --thresholds 12 $(OUT)
+
+tables/long/prompt_loss-qwen2.5-coder-0.5b.csv:
+	$(EVAL).prompt_loss --model $(QWEN) --dtype bfloat16 --tokens 32768 --documents 1 --thresholds 12 $(OUT)
 
 tables/step_overhead-small-cpu.csv:
 	$(EVAL).step_overhead --model small --dtype float32 --tokens 2000 --rounds 24 $(INTO)

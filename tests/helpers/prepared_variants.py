@@ -49,7 +49,7 @@ class Launches:
 def use(model: Any, options: dict[str, Any], rows: int, *, padded: bool) -> None:
     """Decode, and read short turns, after texts without a bulk, with one, and with a sketch."""
     cache, mask = QAdACache(model, **options), None
-    for tokens in (60, 300, 2500):
+    for tokens in (60, 300, 1500):
         ids = prompt(*[tokens] * rows)[0]
         if mask is None:
             mask = torch.ones(rows, 0, dtype=torch.long)
@@ -58,7 +58,7 @@ def use(model: Any, options: dict[str, Any], rows: int, *, padded: bool) -> None
             new[1:, :9] = 0
         mask = torch.cat([mask, new], dim=1)
         model(ids, attention_mask=mask, **pass_cache(cache), logits_to_keep=1)
-        for more in (*[1] * 20, 2, 5, 1, 16):  # single tokens, and turns
+        for more in (*[1] * 17, 2, 5, 1, 16):  # single tokens, and turns
             mask = torch.cat([mask, mask.new_ones(rows, more)], dim=1)
             model(ids[:, :more], attention_mask=mask, **pass_cache(cache))
 
