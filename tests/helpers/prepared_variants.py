@@ -22,7 +22,7 @@ from qada_cache.versions import pass_cache
 SCENES: dict[str, dict[str, Any]] = {
     "default": {"moments": "current+random-tokens"},
     "current": {"moments": "current", "group_rule": "head"},
-    "whole heads": {"moments": "current", "token_threshold": 0.0, "local_tokens": 2000},
+    "whole heads": {"moments": "current", "token_threshold": 0.0, "local_tokens": 1200},
     "residents": {"moments": "current", "device_budget": 0.5},
     "8 bits": {"moments": "current", "bulk_bits": 8, "device_budget": 0.5},
     "4 bits, whole heads": {"moments": "current", "token_threshold": 0.0, "bulk_bits": 4},
