@@ -50,7 +50,7 @@ check-python: $(VENV)/.installed
 	$(VENV)/bin/lint-imports --no-logo
 
 # Form, warnings, and tests of the compiled kernels with every access and operation watched.
-WATCHED := (compiled or prompt) and (float64 or far_apart or threads or finite or segments or long_rows or outweighs or no_token or padding or rough or (whole_heads and dtype0))
+WATCHED := (compiled or prompt) and (float64 or far_apart or threads or finite or segments or long_rows or outweighs or no_token or padding or rough or (whole_heads and dtype0)) or (test_recording and (float64 or records_are))
 check-cpp: $(VENV)/.installed
 	$(VENV)/bin/clang-format --dry-run -Werror qada_cache/kernels/cpu/*.h qada_cache/kernels/cpu/*.cpp
 	$(RUN) -m tests.helpers.check_cpp
