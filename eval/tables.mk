@@ -205,6 +205,9 @@ tables/memory-smollm2.csv:
 tables/memory-qwen2.5-coder-0.5b.csv:
 	$(EVAL).memory --model $(QWEN) --tokens 16000 --dtype bfloat16 $(OUT)
 
+tables/chunks/memory-qwen2.5-coder-0.5b.csv:
+	$(EVAL).memory --model $(QWEN) --tokens 16000 --dtype bfloat16 --chunk 1024 $(OUT)
+
 tables/float32/memory-smollm2.csv:
 	$(EVAL).memory --model smollm2 --tokens 7500 --dtype float32 $(OUT)
 
