@@ -219,7 +219,8 @@ def follow(model: PreTrainedModel, document: Document, cache: DynamicCache, *, a
     tokens that they read. Where heads decide for fewer tokens at once, in calls of so many.
     """
     ids, question = document.following.to(model.device), document.question
-    most = find_adaptive_tokens(cache.layers) if isinstance(cache, QAdACache) else ids.shape[1]
+    ours = isinstance(cache, QAdACache)
+    most = find_adaptive_tokens(cache.layers, cache.options.window) if ours else ids.shape[1]
     parts = [ids] if at_once else [ids[:, :question], *ids[:, question:].split(1, dim=1)]
     pieces = [piece for part in parts if part.shape[1] for piece in part.split(most, dim=1)]
     logits = [model(piece, **pass_cache(cache)).logits[0] for piece in pieces]

@@ -64,12 +64,14 @@ def suspend_autocast(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def find_fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> str | None:
+def find_fault(
+    compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...], *, size: float = 1.0
+) -> str | None:
     """A kernel's fault, in words for a warning; None without one. OutOfMemoryError, if `compute` raises it.
 
     `compute` has it compute, and returns the results on the host. Floating values have to be within `TOLERANCE` of the
-    `expected` ones' dtype, relative to them and to their mean size, if that is above 1; others equal, and shapes and
-    dtypes the same.
+    `expected` ones' dtype, relative to them and to the `size` of what is averaged; others equal, and shapes and dtypes
+    the same.
     """
     try:
         found = compute()
@@ -83,9 +85,7 @@ def find_fault(compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor
         if not other.is_floating_point():
             if not torch.equal(one, other):
                 return "its decisions or counts are not those of the same computation in plain torch"
-            continue
-        within, size = TOLERANCE[other.dtype], max(1.0, float(other.abs().mean()))
-        if not torch.allclose(one, other, rtol=within, atol=within * size):
+        elif not torch.allclose(one, other, rtol=TOLERANCE[other.dtype], atol=TOLERANCE[other.dtype] * size):
             worst = float((one.double() - other.double()).abs().max())
             return f"it is off by {worst:.2g} from the same computation in plain torch"
     return None

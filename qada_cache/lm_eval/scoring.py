@@ -86,7 +86,7 @@ def _score_batch(
     ids, mask = pad([row.queries for row in batch], prefix_mask.device, side="right")
     parts: dict[int, list[Tensor]] = {}
     agrees: dict[int, bool] = {}
-    most = find_adaptive_tokens(cache.layers)
+    most = find_adaptive_tokens(cache.layers, cache.options.window)
     for start in range(0, ids.shape[1], most):
         stop = min(start + most, ids.shape[1])
         log_probabilities = forward(cache, ids[:, start:stop], torch.cat([prefix_mask, mask[:, :stop]], dim=1))

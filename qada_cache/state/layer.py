@@ -15,6 +15,8 @@ from ..storage.padding import NONE
 from . import Options, Shared
 from .counters import Counters
 
+BUS_TOKENS = 16  # more would bring over the bus, token by token, what exact attention brings once
+
 
 def _make_no_tensor(name: str) -> Any:
     """The property `keys` or `values`, for code that takes a layer for transformers' own: None as long as it is empty.
@@ -28,9 +30,6 @@ def _make_no_tensor(name: str) -> Any:
             )
 
     return property(refuse, refuse)
-
-
-BUS_TOKENS = 16  # more would bring over the bus, token by token, what exact attention brings once
 
 
 class Seen(int):
@@ -220,9 +219,9 @@ class QAdALayer(DynamicLayer):
             self.select_rows(find_selected_rows(verb, argument, self.store.batch))
 
 
-def find_adaptive_tokens(layers: Iterable[Any]) -> int:
-    """The least `adaptive_tokens` of those that are ours."""
-    return min(layer.adaptive_tokens for layer in layers if isinstance(layer, QAdALayer))
+def find_adaptive_tokens(layers: Iterable[Any], window: int) -> int:
+    """The least of a cache's window and of `adaptive_tokens` of those of its layers that are ours, if any are."""
+    return min([window, *(layer.adaptive_tokens for layer in layers if isinstance(layer, QAdALayer))])
 
 
 def check_crop(tokens_to_remove: Any) -> int:

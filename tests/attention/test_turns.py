@@ -162,7 +162,9 @@ def test_a_turn_that_is_long_for_the_bus(options: dict[str, Any]) -> None:
         cache = QAdACache(model, **OPTIONS | options)
         for each in (cache, full):
             model(ids[:, :HELD], **pass_cache(each))
-        assert find_adaptive_tokens(cache.layers) == (BUS_TOKENS if not options else cache.options.window)
+        window = cache.options.window
+        assert find_adaptive_tokens(cache.layers, window) == (BUS_TOKENS if not options else window)
+        assert find_adaptive_tokens([], window) == window  # a model without full-attention layers
         if options:
             return
         for first, crop in ((HELD, 1), (HELD + 16, 10), (HELD + 23, 2)):
