@@ -16,7 +16,7 @@ from . import BLOCK, SEGMENT_TOKENS, WORD_BITS, Layout, count_segments, find_seg
 QUERY_LEVELS = 127  # a rounded query's largest value
 MIN_PEAK = 1e-30  # of a rotated query, below which it is rounded to zeros: its inverse is finite in float32
 SCALE_LEVELS = 255  # a rounded scale's largest value
-SLOPE_LEVELS = 127  # a rounded slope's largest value
+SLOPE_LEVELS = 7  # a rounded slope's largest value: two lie in a byte
 ROUNDINGS = 4  # of a key; more gain nothing
 MIN_ENERGY = 0.03  # of the mean of the channels: a guard against queries unlike those that were seen
 MIN_VARIANCE = 1e-4  # likewise
@@ -36,7 +36,7 @@ class Sketch:
     noise: Tensor  # the squared error of each channel, the mean over the whole bulk
     variances: Tensor  # of each channel within segments, the mean over the whole bulk
     mean_value: Tensor  # of the whole bulk
-    slopes: Tensor  # the covariance of values and keys over the whole bulk, in units of:
+    slopes: Tensor  # the covariance of values and keys over the whole bulk (see `unpack_slopes`), in units of:
     slope_units: Tensor  # of each channel of keys
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -69,9 +69,9 @@ class Sketch:
     @property
     def byte_counts(self) -> tuple[int, int, int]:
         """Bytes that one head reads of it for each token, for each segment, and once."""
-        dim, value_dim = self.slopes.shape[-1], self.slopes.shape[-2]
+        dim, value_dim = self.slope_units.shape[-1], self.mean_value.shape[-1]
         token = self.codes.shape[-2] * WORD_BITS // 8 + 1
-        return token, (2 + 2 + self.order.element_size()) * dim + 4, 4 * (value_dim + 3 * dim) + dim * value_dim
+        return token, (2 + 2 + self.order.element_size()) * dim + 4, 4 * (value_dim + 3 * dim) + dim * value_dim // 2
 
     def count_read_bytes(self, length: int) -> int:
         """Bytes that one head of a bulk of `length` tokens reads of it."""
@@ -98,7 +98,7 @@ def list_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[str
         "noise": (torch.float32, (dim,)),
         "variances": (torch.float32, (dim,)),
         "mean_value": (torch.float32, (value_dim,)),
-        "slopes": (torch.int8, (value_dim, dim)),
+        "slopes": (torch.int8, (value_dim, dim // 2)),
         "slope_units": (torch.float32, (dim,)),
     }
 
@@ -114,7 +114,14 @@ def round_slopes(covariance: Tensor) -> dict[str, Tensor]:
     Channels of keys have a unit each: where keys vary little, queries may be large, and count as much."""
     units = covariance.abs().amax(dim=-2) / SLOPE_LEVELS
     slopes = torch.round(covariance / units.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-2))
-    return {"slopes": slopes.to(torch.int8), "slope_units": units}
+    low, high = slopes.to(torch.int8).chunk(2, dim=-1)
+    return {"slopes": high << 4 | low & 15, "slope_units": units}
+
+
+def unpack_slopes(slopes: Tensor) -> Tensor:
+    """int8 `[..., value_dim, dim]` of a sketch's `slopes` `[..., value_dim, dim / 2]`: of a byte the lower four bits are
+    the slope, with its sign, of a channel of the first half, the upper four of one of the second."""
+    return torch.cat([slopes << 4 >> 4, slopes >> 4], dim=-1)
 
 
 def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..criterion import soft_cap
-from .codec import Sketch, estimate_scores
+from .codec import Sketch, estimate_scores, unpack_slopes
 
 UNRELIABLE, NOISE_SHARE = 4.0, 0.15  # nats, and a share: both have to be exceeded, see `find_unreliable`
 HOPELESS = 4.0  # times `UNRELIABLE`, whatever the share
@@ -76,5 +76,5 @@ def select_tokens(
 def estimate_unread(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float) -> Tensor:
     """What stands for the values of one head's unread tokens: float32 `[..., value_dim]`, for a query `[..., dim]` and
     the tilt `[...]` of its `Selection`."""
-    along = torch.matmul(query.float() * sketch.slope_units, sketch.slopes.float().mT)
+    along = torch.matmul(query.float() * sketch.slope_units, unpack_slopes(sketch.slopes).float().mT)
     return sketch.mean_value + scaling * tilt.unsqueeze(-1) * along

@@ -24,7 +24,7 @@ def test_device_bytes_are_as_computed() -> None:
         kept = held.tensors
         assert (*kept.codes.shape, *kept.scales.shape) == (2, 2, 1, capacity, 2, 2, capacity)
         tokens, segments = capacity * (4 + 1), 1 * (5 * 16 + 4)  # 300 tokens are one segment
-        read = 4 * 16 + 4 * 16 + 4 * 16 + 16 * 16 + 4 * 16  # noise, variances, mean value, slopes and their units
+        read = 4 * 16 + 4 * 16 + 4 * 16 + 16 * 8 + 4 * 16  # noise, variances, mean value, slopes and their units
         made_of = 4 + 4 * 16 + 4 * 16 * 16  # mean square, mean key, covariance
         assert held.nbytes == 2 * 2 * (tokens + segments + read + made_of)
         assert kept.count_read_bytes(300) == 300 * (4 + 1) + segments + read

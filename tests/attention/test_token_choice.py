@@ -245,7 +245,7 @@ def test_stats_and_audit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < stats.dense_bulk_bytes <= heads * head_bytes * sum(lengths)
         # A word and a scale a token; a centre, an order, weights and a unit a segment; noise, variances, a mean value,
         # slopes and their units a head.
-        once = (2 + 1 + 2) * 8 + 4 + 4 * 8 + 4 * 8 + 4 * 8 + 8 * 8 + 4 * 8
+        once = (2 + 1 + 2) * 8 + 4 + 4 * 8 + 4 * 8 + 4 * 8 + 8 * 4 + 4 * 8
         assert stats.sketch_read_bytes == stats.dense_bulk_bytes // head_bytes * (4 + 1) + 10 * heads * once
         assert stats.read_share == (stats.bulk_read_bytes + stats.sketch_read_bytes) / stats.dense_bulk_bytes
         missed.append(stats.audit.missed)

@@ -114,7 +114,7 @@ class Scene:
             noise=torch.full((*heads, self.dim), torch.nan),
             variances=torch.full((*heads, self.dim), torch.nan),
             mean_value=torch.full((*heads, value_dim), torch.nan),
-            slopes=torch.full((*heads, value_dim, self.dim), -128, dtype=torch.int8),
+            slopes=torch.full((*heads, value_dim, self.dim // 2), -128, dtype=torch.int8),
             slope_units=torch.full((*heads, self.dim), torch.nan),
         )
         energies = 0.1 + 3 * torch.rand(self.kv_heads, self.dim, generator=made).square()

@@ -49,7 +49,14 @@ def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: float) -> int:
     order = 1 if dim <= 256 else 2
     segments = len(segment_spans(length)) * ((2 + order + 2) * dim + 4)  # centre, order and weights, and a unit
     # Noise, variances, mean value, units of slopes; slopes.
-    return tokens + segments + 4 * (3 * dim + value_dim) + dim * value_dim
+    return tokens + segments + 4 * (3 * dim + value_dim) + dim * value_dim // 2
+
+
+def slopes_of(pairs: Tensor) -> Tensor:
+    """The slopes `[..., value_dim, dim]` that a sketch holds two a byte: from -8 to 7, the first half's in the low bits."""
+    pairs = pairs.int() % 256
+    halves = torch.cat([pairs % 16, pairs // 16], dim=-1)
+    return torch.where(halves < 8, halves, halves - 16)
 
 
 def layout_of(sketch: Sketch) -> Layout:
@@ -169,7 +176,7 @@ def unread(*, estimates: Tensor, read: Tensor, query: Tensor, sketch: Sketch, sc
         if len(left):
             spread = (scores - scores.mean()).square().mean()
             score = (torch.softmax(left, dim=0) * left).sum()
-            slope = (sketch.slopes * sketch.slope_units.double()) @ one * scaling / spread
+            slope = (slopes_of(sketch.slopes) * sketch.slope_units.double()) @ one * scaling / spread
             value = value + slope * (score - scores.mean())
         logs.append(torch.logsumexp(left, dim=0) + math.log(selection.UNREAD_WEIGHT))
         values.append(value)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Driver, FakeAttention, Inputs
-from sketch_reference import segment_spans
+from sketch_reference import segment_spans, slopes_of
 from stand_in import accelerator
 from torch import Tensor
 from transformers import LlamaConfig
@@ -81,7 +81,7 @@ class Scene:
             ):
                 torch.testing.assert_close(found[row].double(), true, rtol=1e-5, atol=1e-5)
             units = kept["slope_units"][row].double().unsqueeze(-2)
-            assert ((kept["slopes"][row] * units - covariance).abs() <= 0.5 * units + 2e-5).all()
+            assert ((slopes_of(kept["slopes"][row]) * units - covariance).abs() <= 0.5 * units + 2e-5).all()
 
 
 def at_once(scene: Scene) -> None:

@@ -101,7 +101,7 @@ def test_stats_count_real_storages(
             kept, room = one.sketch.tensors, one.sketch.tensors.scales.shape[2]
             assert 0 < room <= one.bulk.capacity
             tokens, segments = room * (4 + 1), count_segments(room) * ((2 + 1 + 2) * 16 + 4 + 4)
-            read = 3 * 4 * 16 + 16 * 16 + 4 * 16  # noise, variances, mean value, slopes and their units
+            read = 3 * 4 * 16 + 16 * 8 + 4 * 16  # noise, variances, mean value, slopes and their units
             assert sum(tensor.nbytes for tensor in vars(kept).values()) == one.batch * 2 * (tokens + segments + read)
             # Beside these, the mean key and the covariance in float32, and the queries' energies.
             whole = one.batch * 2 * (tokens + segments + read + 4 * 16 + 4 * 16 * 16) + energies * 4 * 2 * 16

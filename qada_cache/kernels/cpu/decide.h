@@ -38,7 +38,7 @@ struct Decode {
     // Those of `Sketch` (sketch/codec.py); none without one. 16 bits are bfloat16.
     View<const uint32_t> codes;
     View<const uint8_t> scales;
-    View<const int8_t> slopes;
+    View<const int8_t> slopes;  // of two channels a byte
     View<const float> units, noise, variances, mean_value, slope_units;
     View<const uint16_t> centres, weights;
     View<const Channel> order;
@@ -225,7 +225,13 @@ struct Selecting {
                 lifting[q][d] = call.scaling * queries[d][q] * call.slope_units.at(row, head)[d];
         for (int v = 0; v < VALUE_DIM; v += 4) {
             alignas(CACHE_LINE) float slopes[4 * DIM];
-            for (int i = 0; i < 4 * DIM; i++) slopes[i] = call.slopes.at(row, head)[v * DIM + i];
+            const int8_t* pairs = call.slopes.at(row, head) + v * (DIM / 2);
+            for (int i = 0; i < 4; i++)
+                for (int d = 0; d < DIM / 2; d++) {
+                    const int8_t pair = pairs[i * (DIM / 2) + d];
+                    slopes[i * DIM + d] = (int8_t)((uint8_t)pair << 4) >> 4;
+                    slopes[i * DIM + DIM / 2 + d] = pair >> 4;
+                }
             for (int q = 0; q < count; q++) {
                 Floats products[4] = {};
                 for (int c = 0; c < DIM; c += WIDTH)

@@ -15,7 +15,7 @@ from .blocks import to_nearest
 from .coding import STEP_1, STEP_2, STEP_4, TINY, by_bits, find_sizes
 from .launching import Launches
 
-COLUMNS = tl.constexpr(32)  # of slopes, that a program rounds
+COLUMNS = tl.constexpr(16)  # of pairs of slopes, that a program rounds
 NUMBERS = 2048  # of segments that a program reads at once
 SLOPE_LEVELS = tl.constexpr(float(codec.SLOPE_LEVELS))
 ERROR_4, ERROR_2, ERROR_1 = (tl.constexpr(ERRORS[bits] / (STEPS[bits] / 2) ** 2) for bits in (4, 2, 1))
@@ -61,16 +61,20 @@ def average_channels(
 
 @triton.jit
 def round_slopes(p_covariance, p_slopes, p_slope_units, first, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Of one head, of `COLUMNS` channels of keys from `first` on."""
+    """Of one head, of `COLUMNS` pairs of channels of keys from `first` on: of the first half of channels one, and its
+    like of the second."""
     o_dim, o_value = first + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_V)
-    o_block = o_value[:, None] * D + o_dim[None, :]
-    m_block = (o_value < V)[:, None] & (o_dim < D)[None, :]
-    b_covariance = tl.load(p_covariance + o_block, mask=m_block, other=0.0)
-    b_unit = tl.div_rn(tl.max(tl.abs(b_covariance), axis=0), SLOPE_LEVELS)
-    b_step = tl.maximum(b_unit, TINY)[None, :].broadcast_to(b_covariance.shape)
-    b_slopes = to_nearest(tl.div_rn(b_covariance, b_step))
-    tl.store(p_slopes + o_block, b_slopes.to(tl.int32).to(tl.int8), mask=m_block)
-    tl.store(p_slope_units + o_dim, b_unit, mask=o_dim < D)
+    m_block = (o_value < V)[:, None] & (o_dim < D // 2)[None, :]
+    b_pairs = tl.zeros([BLOCK_V, COLUMNS], tl.int32)
+    for half in tl.static_range(2):
+        o_channel = half * (D // 2) + o_dim
+        b_covariance = tl.load(p_covariance + o_value[:, None] * D + o_channel[None, :], mask=m_block, other=0.0)
+        b_unit = tl.div_rn(tl.max(tl.abs(b_covariance), axis=0), SLOPE_LEVELS)
+        b_step = tl.maximum(b_unit, TINY)[None, :].broadcast_to(b_covariance.shape)
+        b_slopes = to_nearest(tl.div_rn(b_covariance, b_step)).to(tl.int32)
+        b_pairs |= (b_slopes & 15) << 4 * half
+        tl.store(p_slope_units + o_channel, b_unit, mask=o_dim < D // 2)
+    tl.store(p_slopes + o_value[:, None] * (D // 2) + o_dim[None, :], b_pairs.to(tl.int8), mask=m_block)
 
 
 @triton.jit(do_not_specialize=["first_row", "length", "segments", "s_segment"])
@@ -91,9 +95,9 @@ def derive_kernel(
             length, segments, SEGMENT, FOURS, TWOS, ONES, D, BLOCK_D, BLOCK_S,
         )  # fmt: skip
     else:
-        at = i_group * V * D
-        p_slope_units += i_group * D
-        round_slopes(p_covariance + at, p_slopes + at, p_slope_units, (i_part - 1) * COLUMNS, D, V, BLOCK_V)
+        p_covariance += i_group * V * D
+        p_slopes += i_group * V * (D // 2)
+        round_slopes(p_covariance, p_slopes, p_slope_units + i_group * D, (i_part - 1) * COLUMNS, D, V, BLOCK_V)
 
 
 @functools.cache
@@ -112,7 +116,7 @@ def derive(sketch: Sketch, rows: slice, length: int, covariance: Tensor) -> None
     first, stop, _ = rows.indices(len(covariance))
     heads, value_dim, dim = covariance.shape[1:]
     ordered = torch.empty(stop - first, heads, segments, 2, dim, dtype=torch.float32, device=covariance.device)
-    grid = 1 + triton.cdiv(dim, COLUMNS.value), heads, stop - first
+    grid = 1 + triton.cdiv(dim // 2, COLUMNS.value), heads, stop - first
     with torch.cuda.device_of(covariance):  # Triton launches on the current device
         _bind_deriving(layout, value_dim, definition.SEGMENT_TOKENS).launch(
             derive_kernel, grid, (covariance.device,),

@@ -14,7 +14,7 @@ from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
 UNROLLED = tl.constexpr(8)  # words of a key: of more, the assembler loads all ahead, and spills
-SLOPE_COLUMNS = tl.constexpr(32)  # of what values gain along a query, at once
+SLOPE_COLUMNS = tl.constexpr(16)  # of pairs of what values gain along a query, at once
 # Rows of a prepared segment, a word for each query head: integers, of four channels a row, and the sum of products'
 # offsets; then what the head's query says of the centre, half the variance of an error, and the step of products, each
 # for a scale of 1; then, where records are read, what the integers leave, in as many rows as they take.
@@ -77,17 +77,20 @@ def store_along(
 ):  # fmt: skip
     """Write what values gain along the `i_head`-th query, `slopes (slope_units q)`: `p_along` [query heads, V]."""
     o_value = tl.arange(0, BLOCK_V)
-    p_slopes += i_held * V * D + o_value[:, None] * D
+    p_slopes += i_held * V * (D // 2) + o_value[:, None] * (D // 2)
     p_units += i_held * D
     i_query = i_group * G + i_head
     b_along = tl.zeros([BLOCK_V], tl.float32)
-    for start in tl.static_range(0, D, SLOPE_COLUMNS):
+    for start in tl.static_range(0, D // 2, SLOPE_COLUMNS):
         o_dim = start + tl.arange(0, SLOPE_COLUMNS)
-        m_dim = o_dim < D
-        b_slopes = tl.load(p_slopes + o_dim[None, :], mask=(o_value < V)[:, None] & m_dim[None, :], other=0)
-        b_query = tl.load(p_query + i_query * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
-        b_query *= tl.load(p_units + o_dim, mask=m_dim, other=0.0)
-        b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
+        m_dim = o_dim < D // 2
+        b_pairs = tl.load(p_slopes + o_dim[None, :], mask=(o_value < V)[:, None] & m_dim[None, :], other=0)
+        for half in tl.static_range(2):
+            o_channel = half * (D // 2) + o_dim
+            b_query = tl.load(p_query + i_query * D + o_channel, mask=m_dim, other=0.0).to(tl.float32)
+            b_query *= tl.load(p_units + o_channel, mask=m_dim, other=0.0)
+            b_slopes = (b_pairs.to(tl.int32) << 28 - 4 * half) >> 28  # of the four bits, with their sign
+            b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
     tl.store(p_along + i_query * V + o_value, b_along, mask=o_value < V)
 
 
