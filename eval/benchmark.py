@@ -271,6 +271,8 @@ def main(arguments: list[str] | None = None) -> int:
     measured = measure_speeds(model.device)
     speed = {f"{name}_gb_per_s": f"{value / 1e9:.1f}" for name, value in measured.items()}
     print(f"memory: {speed}")
+    kernels = os.environ.get("QADA_KERNELS", "auto")
+    name = "benchmark" if kernels == "auto" else f"benchmark-{kernels}"
     rows = []
     for tokens, batch in options.tokens:
         try:
@@ -281,9 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
         check(work)
         rows += measure(work, made, options.rounds, measured["read"])
         del work, made
-    kernels = os.environ.get("QADA_KERNELS", "auto")
-    name = "benchmark" if kernels == "auto" else f"benchmark-{kernels}"
-    table = report(options, rows, name, kernels=kernels, **speed)
+        table = report(options, rows, name, kernels=kernels, **speed)  # a run may be cut off in the next length
     if table:
         with contextlib.suppress(ImportError):  # no picture without matplotlib
             draw(table)
