@@ -228,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--text", type=Path, help="text file for prose (default: the Python language reference)")
     add("--few", action="store_true", help="only those ways that tell most")
     add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
-    add("--own", action="store_true", help="with --tokens: the default and the economical setting alone")
+    add("--own", action="store_true", help="with --tokens: the default and the economical settings alone")
     add("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="of bulks (default: 16)")
     add(
         "--prefill", type=float, nargs="+", default=[], help="prefill_threshold of prompts (0: exact), and no other way"

@@ -33,7 +33,7 @@ MOST = (0.1, 0.3, 0.6, 0.8, 0.9)
 BOTH = ("current+random-tokens", "current+random-words")
 PROMPTS = ("random-words", "random-tokens", "wiki", "single-word")
 DEFAULT_THETA = TOKEN_THRESHOLD  # of `QAdACache`
-ECONOMICAL = 12.0
+ECONOMICAL, ITS_THRESHOLDS = 12.0, (0.7, 0.3)  # where three and where seven query heads share a key
 OWN = "sketch"  # ways of reading that start so are the product's
 SPARE = 8  # tokens that an answer may have beside the expected ones: quotation marks, a word or two
 WAY = ("model", "task", "length", "criterion", "moments", "rule", "threshold", "read")
@@ -78,7 +78,7 @@ def list_all_ways() -> list[Way]:
 def list_token_ways(*, few: bool = False, own: bool = False, bits: Sequence[int] = (16,)) -> list[Way]:
     """Reading some of the tokens, in those heads that the default calls long-context, or in every head.
 
-    The `few` are compared on every model; `own` are the default and the economical setting alone, of bulks of so many
+    The `few` are compared on every model; `own` are the default and the economical settings alone, of bulks of so many
     `bits`.
     """
 
@@ -86,14 +86,14 @@ def list_token_ways(*, few: bool = False, own: bool = False, bits: Sequence[int]
         return Way("qada", BOTH[0], rule, threshold, f"sketch of {bits} bits, {theta}")
 
     shares = [Way("dense", read="true, 0.05")]
-    default = [make_way(DEFAULT_THETA), make_way(ECONOMICAL, threshold=0.7)]
+    default = [make_way(DEFAULT_THETA), *(make_way(ECONOMICAL, threshold=tau) for tau in ITS_THRESHOLDS)]
     if own:
         return [
             way if each == 16 else replace(way, read=way.read.replace(",", f" over {each},"))
             for each in bits
             for way in default
         ]
-    default += [make_way(ECONOMICAL), make_way(16.0, threshold=0.4)]  # the latter: where seven query heads share a key
+    default += [make_way(ECONOMICAL), make_way(16.0, threshold=0.4)]
     # The Gaussian's part: no head is local; or each query head decides for itself whether it looks at the sketch.
     default += [Way("dense", BOTH[0], read=make_way(DEFAULT_THETA).read), make_way(DEFAULT_THETA, rule="head")]
     if few:
