@@ -61,6 +61,8 @@ tables/bits/trials-bfloat16.csv:
 	$(EVAL).trials --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 6 $(OUT)
 	$(EVAL).trials --model $(QWEN) --tokens --own --bits 16 8 4 --dtype bfloat16 --documents 4 $(OUT)
 	$(EVAL).trials --model $(QWEN) --tokens --own --bits 8 4 --dtype bfloat16 --lengths 16384 --documents 1 $(OUT)
+	$(EVAL).trials --tokens --own --bits 8 4 --dtype bfloat16 --tasks prose_niah --lengths 4096 --documents 12 --question dense sparse $(OUT)
+	$(EVAL).trials --model $(QWEN) --tokens --own --bits 8 4 --dtype bfloat16 --tasks prose_niah --lengths 4096 --documents 4 --question dense sparse $(OUT)
 
 tables/prefill/trials.csv:  # interrupted after a document of prose
 	$(EVAL).trials --prefill 0 4.4 12 30 --bits 8 --documents 4 $(OUT)

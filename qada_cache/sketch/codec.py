@@ -119,8 +119,8 @@ def round_slopes(covariance: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_slopes(slopes: Tensor) -> Tensor:
-    """int8 `[..., value_dim, dim]` of a sketch's `slopes` `[..., value_dim, dim / 2]`: of a byte the lower four bits are
-    the slope, with its sign, of a channel of the first half, the upper four of one of the second."""
+    """int8 `[..., value_dim, dim]` of a sketch's `slopes` `[..., value_dim, dim / 2]`. A byte's lower four bits are the
+    slope of channel `i`, its upper four that of channel `i + dim / 2`, each with its sign."""
     return torch.cat([slopes << 4 >> 4, slopes >> 4], dim=-1)
 
 

@@ -53,7 +53,7 @@ def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: float) -> int:
 
 
 def slopes_of(pairs: Tensor) -> Tensor:
-    """The slopes `[..., value_dim, dim]` that a sketch holds two a byte: from -8 to 7, the first half's in the low bits."""
+    """The slopes `[..., value_dim, dim]`, from -8 to 7, that a sketch holds two a byte: the first half in low bits."""
     pairs = pairs.int() % 256
     halves = torch.cat([pairs % 16, pairs // 16], dim=-1)
     return torch.where(halves < 8, halves, halves - 16)
