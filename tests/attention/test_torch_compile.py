@@ -40,7 +40,10 @@ def dynamic(model: PreTrainedModel) -> DynamicCache:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", {"backend": "eager"}), ("gemma3", {"backend": "aot_eager", "dynamic": True})],
+    [
+        ("llama", {"backend": "eager"}),
+        pytest.param("gemma3", {"backend": "aot_eager", "dynamic": True}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_compiled_model(family: str, options: dict[str, Any]) -> None:

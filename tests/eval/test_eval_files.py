@@ -46,6 +46,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.slow
 def test_the_moments_kept_here_are_of_the_model_that_they_name() -> None:
     from moments.make import FILE
 

@@ -67,6 +67,7 @@ def test_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(float(row["first_token_s"]) > 0 and float(row["second_token_ms"]) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_benchmark_of_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads a context of its own, so its own flags are timed; a path without a model is an error that says so."""
     from eval import benchmark
@@ -128,6 +129,7 @@ def test_step_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             step_overhead.main(wrong)
 
 
+@pytest.mark.slow
 def test_restart(tmp_path: Path) -> None:
     """Every process answers as the one that kept its cache; by the store it reads the question alone."""
     import needle

@@ -10,6 +10,7 @@ import torch
 from harness import Inputs, find_kernel
 from models import tiny
 from pair import Pair, Tally
+from quick_cases import mark_rest_slow
 from scenarios import play, small_buffers
 from torch._subclasses import FakeTensorMode
 from transformers.utils.logging import warning_once
@@ -63,14 +64,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "group-any": {"group_rule": "any"},
     "bfloat16": {"dtype": torch.bfloat16, "value_dim": 24},
 }
-CASES = [(scenario, {}) for scenario in ("turns", "holes", "crops_with_padding", "rows")]
-CASES += [("turns", options) for options in POLICIES.values()]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("turns", options) for name, options in POLICIES.items()},
+    **{f"{scenario}-gaussian": (scenario, {}) for scenario in ("turns", "crops_with_padding", "holes", "rows")},
+}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("scenario", "options"), CASES, ids=[f"{scenario}-gaussian" for scenario, _ in CASES[:4]] + list(POLICIES)
-)
+@pytest.mark.parametrize(("scenario", "options"), mark_rest_slow(list(CASES.values()), len(CASES) - 2), ids=list(CASES))
 def test_cache_with_the_kernel_equals_reference(
     scenario: str, options: dict[str, Any], device: str, launches: list[torch.device]
 ) -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from decode_scene import step_of
+from quick_cases import mark_rest_slow
 from record_scene import RecordScene
 from small_sketch import small_sketch
 from test_triton import COMPILED, REFERENCE, Path
@@ -56,7 +57,7 @@ def share(selected: dict[tuple[int, int], Tensor]) -> float:
     return float(torch.cat(list(selected.values())).float().mean())
 
 
-SIZES = [
+SIZES_AND_BITS = [
     (64, 64, torch.float32, 1.5),
     (128, 128, torch.bfloat16, 2),
     (96, 80, torch.bfloat16, 4),
@@ -64,6 +65,7 @@ SIZES = [
     (24, 8, torch.float32, 3),
     (256, 64, torch.float16, 1.5),
 ]
+SIZES = mark_rest_slow(SIZES_AND_BITS, 3)
 
 
 @EVERY

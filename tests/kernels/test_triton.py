@@ -11,6 +11,7 @@ import pytest
 import torch
 from compilers import needs_compiler
 from decode_scene import RAGGED, SINKS, WINDOW, Scene, step_of
+from quick_cases import mark_rest_slow
 from small_sketch import small_sketch
 from stand_in import without_waiting
 from torch import Tensor
@@ -84,13 +85,13 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Each dtype with dimensions that fill blocks, and with such that do not; every pair is a build.
 SIZES = [
     *((64, 24, dtype) for dtype in DTYPES),
-    *((32, 32, torch.float32), (64, 64, torch.float32), (128, 128, torch.bfloat16), (256, 256, torch.float16)),
-    *((96, 80, torch.float32), (96, 80, torch.bfloat16)),
+    *((128, 128, torch.bfloat16), (96, 80, torch.float32)),
+    *((32, 32, torch.float32), (64, 64, torch.float32), (256, 256, torch.float16), (96, 80, torch.bfloat16)),
 ]
 
 
 @EVERY
-@pytest.mark.parametrize(("dim", "value_dim", "dtype"), SIZES)
+@pytest.mark.parametrize(("dim", "value_dim", "dtype"), mark_rest_slow(SIZES, 5))
 def test_dtypes_and_dimensions(path: Path, dim: int, value_dim: int, dtype: torch.dtype) -> None:
     scene = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(2,), dim=dim, value_dim=value_dim, dtype=dtype)
     assert mixed(run(path, scene, threshold=scene.threshold())[1])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_cases import mark_rest_slow
 from small_sketch import small_sketch
 from torch import Tensor
 
@@ -83,16 +84,19 @@ def find_error(keys: Tensor, made: dict[str, Tensor], energies: Tensor, layout: 
 @DEVICES
 @pytest.mark.parametrize(
     ("dim", "bits", "dtype", "tokens"),
-    [
-        (64, 1.5, torch.float32, 2 * SEGMENT + 30),
-        (128, 1.5, torch.bfloat16, 2 * SEGMENT + 7),  # whose last segment is longer than the others
-        (128, 4, torch.float16, SEGMENT),
-        (80, 2, torch.float16, SEGMENT + 27),
-        (96, 4, torch.bfloat16, 17),
-        (256, 1, torch.float32, SEGMENT + 21),
-        (256, 2, torch.bfloat16, 39),
-        (24, 0.5, torch.float32, 3 * SEGMENT),
-    ],
+    mark_rest_slow(
+        [
+            (64, 1.5, torch.float32, 2 * SEGMENT + 30),
+            (128, 1.5, torch.bfloat16, 2 * SEGMENT + 7),  # whose last segment is longer than the others
+            (128, 4, torch.float16, SEGMENT),
+            (80, 2, torch.float16, SEGMENT + 27),
+            (96, 4, torch.bfloat16, 17),
+            (256, 1, torch.float32, SEGMENT + 21),
+            (256, 2, torch.bfloat16, 39),
+            (24, 0.5, torch.float32, 3 * SEGMENT),
+        ],
+        4,
+    ),
 )
 @pytest.mark.parametrize("known", [True, False])
 def test_codes_are_those_of_torch(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decode_scene import step_of
+from quick_cases import mark_rest_slow
 from record_scene import NOTHING, RecordScene
 from small_sketch import small_sketch
 from stand_in import without_waiting
@@ -50,7 +51,7 @@ SIZES = [
 
 @EVERY
 @pytest.mark.parametrize("selects", [True, False])
-@pytest.mark.parametrize(("dim", "value_dim", "dtype", "bits", "group", "rung"), SIZES)
+@pytest.mark.parametrize(("dim", "value_dim", "dtype", "bits", "group", "rung"), mark_rest_slow(SIZES, 5))
 def test_sizes(
     path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: float, group: int, rung: int, selects: bool
 ) -> None:
