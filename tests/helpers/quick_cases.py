@@ -8,4 +8,5 @@ import pytest
 
 def mark_rest_slow(cases: Sequence[tuple], quick: int) -> list[Any]:
     """The cases, those behind the first `quick` ones marked as slow: each takes a build, or the interpreter."""
-    return [*cases[:quick], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[quick:])]
+    marks = [()] * quick + [pytest.mark.slow] * (len(cases) - quick)
+    return [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)]

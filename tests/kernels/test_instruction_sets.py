@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from decode_scene import Scene
+from quick_cases import mark_rest_slow
 from record_scene import RecordScene
 from test_records import run as run_records
 from test_selected_tokens import run, share, small  # noqa: F401 - a fixture
@@ -29,7 +30,7 @@ def supported() -> set[str]:
 
 
 # The newest set is what processors of today build anyway.
-@pytest.fixture(params=[*list(SETS)[:2], pytest.param("x86-64-v4", marks=pytest.mark.slow)])
+@pytest.fixture(params=mark_rest_slow([(name,) for name in SETS], 2))
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
         pytest.skip("the processor cannot run it")

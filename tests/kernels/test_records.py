@@ -57,15 +57,17 @@ def share(selected: dict[tuple[int, int], Tensor]) -> float:
     return float(torch.cat(list(selected.values())).float().mean())
 
 
-SIZES_AND_BITS = [
-    (64, 64, torch.float32, 1.5),
-    (128, 128, torch.bfloat16, 2),
-    (96, 80, torch.bfloat16, 4),
-    (80, 96, torch.float16, 1),
-    (24, 8, torch.float32, 3),
-    (256, 64, torch.float16, 1.5),
-]
-SIZES = mark_rest_slow(SIZES_AND_BITS, 3)
+SIZES = mark_rest_slow(
+    [
+        (64, 64, torch.float32, 1.5),
+        (128, 128, torch.bfloat16, 2),
+        (96, 80, torch.bfloat16, 4),
+        (80, 96, torch.float16, 1),
+        (24, 8, torch.float32, 3),
+        (256, 64, torch.float16, 1.5),
+    ],
+    3,
+)
 
 
 @EVERY
