@@ -44,6 +44,8 @@ class Step:
         place = torch.tensor([store.sinks + store.end], device="cpu")
         self.parts = place, counts, stored, local, pending, decided
         self._end, self._versions = store.end, [store.version for store in self.stores]
+        heads = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self.stores]  # of a token
+        self._dense_bytes = [self.numbers["dense_tokens"] * token_bytes for token_bytes in heads]
 
     @property
     def bound(self) -> list[Any]:
@@ -53,8 +55,8 @@ class Step:
         return [weakref.ref(each.operands) for each in known] if served else []
 
     def is_followed_by(self, layers: list[QAdALayer]) -> bool:
-        """Whether the next step of these differs from the last replayed one by its token alone: nothing else has changed
-        them since, and the lengths that another prompt's moments are for are the same."""
+        """Whether the next step of these differs from the last replayed one by its token alone: nothing else has
+        changed them since, and the lengths that another prompt's moments are for are the same."""
         same = zip(layers, self.stores, self._versions, strict=True)
         if not all(layer.store is store and store.version == version for layer, store, version in same):
             return False
@@ -78,12 +80,12 @@ class Step:
 
     def advance(self) -> None:
         """Count what a replay of it has added."""
-        decisions, dense_tokens = self.numbers["decisions"], self.numbers["dense_tokens"]
+        decisions = self.numbers["decisions"]
         self._end += 1
-        for layer, store in zip(self.layers, self.stores, strict=True):
+        for layer, store, dense_bytes in zip(self.layers, self.stores, self._dense_bytes, strict=True):
             layer.seen += 1
             store.advance()
-            layer.counters.count_call(decisions, dense_tokens * store.near_keys.shape[1] * store.bulk.token_bytes)
+            layer.counters.count_call(decisions, dense_bytes)
 
 
 class Places:
@@ -128,8 +130,8 @@ class Places:
             self.inputs[name].copy_(tensor)
 
     def advance(self) -> None:
-        """On the device: the next token's column, window, pending tokens and bulk, in place of this one's. A last column
-        has none behind it: a flush is due, and what is here is written anew."""
+        """On the device: the next token's column, window, pending tokens and bulk, in place of this one's. A last
+        column has none behind it: a flush is due, and what is here is written anew."""
         counts, _, local, pending, _ = self._rows
         self.place.copy_((self.place + 1).clamp_max(local.shape[3] - 1))
         left = self.place - self._window

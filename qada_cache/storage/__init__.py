@@ -124,7 +124,9 @@ class TokenStore:
     def advance(self) -> None:
         """Count one more token of every row, which a replayed graph has put into its column."""
         self.end += 1
-        self.lengthen(1, None, exact=False)
+        before = self.lengths
+        self.lengths = [length + 1 for length in before]
+        self.alike = list(self.lengths) if self.alike == before else list(map(_grow, self.alike, before, self.lengths))
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""

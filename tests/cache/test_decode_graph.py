@@ -169,7 +169,7 @@ def test_an_interrupted_replay_is_noticed(device: str, monkeypatch: pytest.Monke
     model = tiny().to(device)
     cache = make(model, token_threshold=0.0, cuda_graph=True)
     decode(model, cache, 6)
-    monkeypatch.setattr(storage.TokenStore, "lengthen", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(storage.TokenStore, "advance", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         decode(model, cache, 1, start=6)
     monkeypatch.undo()
