@@ -2,7 +2,8 @@
 
 A short step costs the host more than the device: operator after operator is launched from Python. A graph holds all
 launches of one step of the decoder and starts them at once. What differs between steps it reads from tensors that stay
-where they are (`Places`), and what the host keeps of a step is counted beside it (`Step.advance`).
+where they are (`Places`), and writes for the next step, so that the host gives it the token alone. What the host keeps
+of a step is counted beside it (`Step.advance`).
 
 A graph fits as long as the tensors of all layers stay where they are, so until the bulk grows. The first step after
 that computes as ever, the second rehearses what is then captured, so that nothing is built or allocated meanwhile.
@@ -24,7 +25,7 @@ from ..state import ManagedModel, Options
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
 from .model_state import ModelState
-from .step import Places, Step, find_step
+from .step import Places, Step, find_inputs
 
 logger = logging.get_logger(__name__)
 ROUNDING = 4  # eps of the dtype: what a replayed hidden state may be off the computed one, of its norm
@@ -74,24 +75,34 @@ class DecodeGraph:
         self._graph: Any = None
         self._result: tuple[type, Tensor] | None = None  # the decoder's kind of result, and its last hidden state
         self._places: Places | None = None
+        self._step: Step | None = None  # the last one replayed, as long as nothing else has been computed
         self._facts: Any = None  # what a graph depends on beside shapes
         self._model: ModelState | None = None  # as it was captured
 
     def run(self, layers: list[Any], decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
         """What `compute(**kwargs)`, the decoder's own forward, returns."""
-        step = None if self.failed else find_step(layers, decoder, kwargs)
-        if step is None:
+        inputs = None if self.failed else find_inputs(layers, decoder, kwargs)
+        if inputs is None:
             return compute(**kwargs)
-        facts = weakref.ref(decoder), step.bound, step.numbers["row_moment_lengths"]
-        changed = self._model is not None and self._model.is_changed
-        if self._places is None or not self._places.fits(step) or facts != self._facts or changed:
-            self.forget()
-            if not step.bound:  # which shows in the first step
+        if self._follows(layers, decoder, inputs):  # the replay before has written the rest
+            assert self._step is not None
+            step = self._step
+        else:
+            step, self._step = Step(layers, inputs), None
+            if step.numbers["decisions"] != step.stores[0].batch:
                 return compute(**kwargs)
-            self._facts, self._places = facts, Places(step)
-            with step.use(self._places):  # a rehearsal
-                return compute(**self._tell(kwargs))
-        self._places.write(step)
+            facts = weakref.ref(decoder), step.bound, step.numbers["row_moment_lengths"]
+            changed = self._model is not None and self._model.is_changed
+            if self._places is None or not self._places.fits(step) or facts != self._facts or changed:
+                self.forget()
+                if not step.bound:  # which shows in the first step
+                    return compute(**kwargs)
+                self._facts, self._places = facts, Places(step)
+                with step.use(self._places):  # a rehearsal
+                    return compute(**self._tell(kwargs))
+            self._places.write(step)
+        assert self._places is not None
+        self._places.write_inputs(inputs)
         for store in step.stores:
             if store.bulk.offloaded:
                 store.bulk.find_in_place()
@@ -105,8 +116,15 @@ class DecodeGraph:
         self._graph.replay()
         step.advance()
         step.shared.progress.changing = ""
+        self._step = step
         kind, hidden = self._result
         return kind(last_hidden_state=hidden.clone(), **{CACHE: decoder_forward.find_cache(kwargs)})
+
+    def _follows(self, layers: list[Any], decoder: nn.Module, inputs: dict[str, Tensor]) -> bool:
+        """Whether the step that is asked for is the one that the last replay has prepared."""
+        if self._step is None or self._places is None or self._model is None or self._facts[0]() is not decoder:
+            return False
+        return self._step.is_followed_by(layers) and self._places.take(inputs) and not self._model.is_changed
 
     def _tell(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the decoder is told by a graph."""
@@ -140,6 +158,7 @@ class DecodeGraph:
                 heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))
                 torch._foreach_add_([own[0] for own in sums], list(heads.unbind()))
                 torch._foreach_add_([own[1] for own in sums], list(groups.unbind()))
+                self._places.advance()
         except Exception as error:  # whatever a driver, a kernel or the model itself raises while it is captured
             self._fail(f"{type(error).__name__}: {error}".partition("\n")[0])
             return False

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ..attention import forward as attention
 from ..kernels.operands import Rows
+from ..key_moments.rotation import round_length
 from ..state.forward_pass import describe_rows
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
@@ -25,7 +26,7 @@ _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # which make no
 
 
 class Step:
-    """One decode step, as far as the host knows it before it is computed."""
+    """One decode step, as far as the host knows it before it is computed; and, once it is, those that follow it."""
 
     def __init__(self, layers: list[QAdALayer], inputs: dict[str, Tensor]) -> None:
         self.layers, self.inputs, self.shared = layers, inputs, layers[0].shared
@@ -42,6 +43,9 @@ class Step:
         local, pending = (functional.pad(mask, (0, more)) for mask in masks)
         place = torch.tensor([store.sinks + store.end], device="cpu")
         self.parts = place, counts, stored, local, pending, decided
+        self._end, self._versions = store.end, [store.version for store in self.stores]
+        heads = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self.stores]  # of a token
+        self._dense_bytes = [self.numbers["dense_tokens"] * token_bytes for token_bytes in heads]
 
     @property
     def bound(self) -> list[Any]:
@@ -49,6 +53,17 @@ class Step:
         known = [layer.last_step.known for layer in self.layers]
         served = all(each is not None and each.kernel is not None and each.queries == 1 for each in known)
         return [weakref.ref(each.operands) for each in known] if served else []
+
+    def is_followed_by(self, layers: list[QAdALayer]) -> bool:
+        """Whether the next step of these differs from the last replayed one by its token alone: nothing else has
+        changed them since, and the lengths that another prompt's moments are for are the same."""
+        same = zip(layers, self.stores, self._versions, strict=True)
+        if not all(layer.store is store and store.version == version for layer, store, version in same):
+            return False
+        store = self.stores[0]
+        behind = [length - store.sinks - store.window + 1 for length in dict.fromkeys(store.lengths)]
+        lengths = {round_length(tokens) for tokens in behind}
+        return store.end == self._end and lengths == set(self.numbers["row_moment_lengths"])
 
     @contextlib.contextmanager
     def use(self, places: "Places") -> Iterator[None]:
@@ -65,12 +80,12 @@ class Step:
 
     def advance(self) -> None:
         """Count what a replay of it has added."""
-        decisions, dense_tokens = self.numbers["decisions"], self.numbers["dense_tokens"]
-        for layer, store in zip(self.layers, self.stores, strict=True):
+        decisions = self.numbers["decisions"]
+        self._end += 1
+        for layer, store, dense_bytes in zip(self.layers, self.stores, self._dense_bytes, strict=True):
             layer.seen += 1
-            store.end += 1
-            store.lengthen(1, None, exact=False)
-            layer.counters.count_call(decisions, dense_tokens * store.near_keys.shape[1] * store.bulk.token_bytes)
+            store.advance()
+            layer.counters.count_call(decisions, dense_bytes)
 
 
 class Places:
@@ -78,6 +93,7 @@ class Places:
     and the column that the new token goes to."""
 
     def __init__(self, step: "Step") -> None:
+        self._window = step.stores[0].window
         with torch.inference_mode(False):  # they may be written to outside inference mode
             self.inputs = {name: tensor.clone() for name, tensor in step.inputs.items()}
             self._packed = _pack(step.parts).to(step.device)
@@ -95,16 +111,34 @@ class Places:
 
     def fits(self, step: "Step") -> bool:
         """Whether a step is of the same shapes."""
+        return self.take(step.inputs) and self._shapes == [part.shape for part in step.parts]
+
+    def take(self, inputs: dict[str, Tensor]) -> bool:
+        """Whether a decoder's inputs are of the same shapes and dtypes."""
         mine, others = (
-            [(name, each.shape, each.dtype) for name, each in inputs.items()] for inputs in (self.inputs, step.inputs)
+            [(name, each.shape, each.dtype) for name, each in told.items()] for told in (self.inputs, inputs)
         )
-        return mine == others and self._shapes == [part.shape for part in step.parts]
+        return mine == others
 
     def write(self, step: "Step") -> None:
-        """What the next replay reads. Nothing here waits for the device."""
-        for name, tensor in step.inputs.items():
-            self.inputs[name].copy_(tensor)
+        """What the next replay reads, but for `inputs`. Nothing here waits for the device."""
         self._packed.copy_(_pack(step.parts), non_blocking=True)
+
+    def write_inputs(self, inputs: dict[str, Tensor]) -> None:
+        """What the decoder is told by the next replay."""
+        for name, tensor in inputs.items():
+            self.inputs[name].copy_(tensor)
+
+    def advance(self) -> None:
+        """On the device: the next token's column, window, pending tokens and bulk, in place of this one's. A last
+        column has none behind it: a flush is due, and what is here is written anew."""
+        counts, _, local, pending, _ = self._rows
+        self.place.copy_((self.place + 1).clamp_max(local.shape[3] - 1))
+        left = self.place - self._window
+        local.index_fill_(3, self.place, True)
+        local.index_fill_(3, left, False)
+        pending.index_fill_(3, left, True)
+        counts.add_(1)
 
 
 def _pack(parts: tuple[Tensor, ...]) -> Tensor:
@@ -123,8 +157,8 @@ def takes_positions(decoder: Any) -> bool:
     return "position_ids" in inspect.signature(decoder.forward).parameters
 
 
-def find_step(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> Step | None:
-    """The step that a decoder is asked for by its keywords; None, if a graph cannot hold it."""
+def find_inputs(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> dict[str, Tensor] | None:
+    """What a decoder is told by its keywords of a step that a graph may hold; None, if none can hold it."""
     given = {name: value for name, value in kwargs.items() if value is not None and name not in CACHE_NAMES}
     inputs = {name: given.pop(name) for name in _INPUTS if name in given}
     mask, tokens = given.pop("attention_mask", None), inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -133,20 +167,24 @@ def find_step(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> 
         return None
     if not takes_positions(type(decoder)):  # type: ignore[arg-type]  # a class is hashable
         return None
-    if not layers or not all(isinstance(layer, QAdALayer) and layer.store is not None for layer in layers):
+    first = layers[0] if layers else None
+    if not isinstance(first, QAdALayer) or first.store is None:
         return None
-    first, store, device = layers[0], layers[0].store, tokens.device
-    config, options, shared = first.shared.model.config, first.options, first.shared
-    if tokens.shape[:2] != (store.batch, 1) or any(layer.device != device for layer in layers):
-        return None
+    store, device, options, shared = first.store, tokens.device, first.options, first.shared
     # Another step moves tokens into the bulk, or may be of a prompt in chunks.
-    room = store.window < store.end < min(store.capacity, store.near_keys.shape[2] - store.sinks)
-    if not room or any(layer.store.end != store.end or layer.incoming is not None for layer in layers):
+    room = store.window < (end := store.end) < min(store.capacity, store.near_keys.shape[2] - store.sinks)
+    if not room or tokens.shape[:2] != (store.batch, 1):
         return None
+    for layer in layers:
+        if not isinstance(layer, QAdALayer) or (own := layer.store) is None:
+            return None
+        if own.end != end or layer.incoming is not None or layer.device != device:
+            return None
     if shared.progress.changing or shared.progress.reached != layers[-1].index:  # interrupted: it is refused
         return None
     if device.type not in GRAPHS or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return None
+    config = shared.model.config
     if decoder.training or config.output_hidden_states or config.output_attentions:
         return None
     if config._attn_implementation not in _ATTENTION:
@@ -155,16 +193,24 @@ def find_step(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> 
     if frozen or options.device_budget or options.audit_every or shared.observer is not None:
         return None
     attention.check_switched_on(config)
-    if mask is not None or first.padding.known.numel():
-        # Of its shape, or it is the model's to read.
-        if not isinstance(mask, Tensor) or mask.shape != (store.batch, first.seen + 1):
-            return None
-        told = {"batch": store.batch, "seen": first.seen + 1, "queries": 1, "first": True}
-        if shared.forward_pass.read_padding(first.padding, mask, **told)[1:] != (None, None):
-            return None
+    padded = first.padding.known.numel() > 0
+    if (mask is not None or padded) and not _is_of_real_token(first, mask):
+        return None
     if "position_ids" not in inputs:  # what a decoder makes itself, unless it makes them of padding
-        if first.padding.known.numel():
+        if padded:
             return None
-        inputs["position_ids"] = torch.full((1, 1), first.seen, device=device)
-    step = Step(layers, inputs)
-    return step if step.numbers["decisions"] == store.batch else None
+        inputs["position_ids"] = torch.full((1, 1), first.seen, dtype=torch.int64, device=device)
+    return inputs
+
+
+def _is_of_real_token(layer: QAdALayer, mask: Any) -> bool:
+    """Whether a mask shows each row's next token, and of those before it what is known; another is the model's to read.
+    To look waits for the device."""
+    store, padding = layer.store, layer.padding
+    assert store is not None
+    if not isinstance(mask, Tensor) or mask.shape != (store.batch, layer.seen + 1):
+        return False
+    if not padding.known.numel() and mask.all():
+        return True
+    told = {"batch": store.batch, "seen": layer.seen + 1, "queries": 1, "first": True}
+    return layer.shared.forward_pass.read_padding(padding, mask, **told)[1:] == (None, None)

@@ -48,6 +48,7 @@ class TokenStore:
         self.sinks, self.window, self.offloading = sinks, window, offloading
         self.dtypes = keys.dtype, values.dtype
         batch, kv_heads = keys.shape[:2]
+        self.version = 0  # another after every change but `advance`
         self.end = 0  # recent columns in use
         self.place: Tensor | None = None  # int64 [1]: the column that a graph being captured has a token go to
         self.decoded = False  # whether `append` put anything into the bulk since the last `absorb`
@@ -99,6 +100,7 @@ class TokenStore:
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None, *, write: bool = True) -> None:
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding. If not
         `write`, tokens without padding are counted, and whoever asked has them put into their columns."""
+        self.version += 1
         tokens = keys.shape[2]
         if self.end + tokens > self.capacity:
             groups = self._group_rows(self.lengths, self.flushed)
@@ -119,8 +121,16 @@ class TokenStore:
             old = near.narrow(2, self.sinks + self.end - new.shape[2], new.shape[2])
             old.copy_(new) if self.place is None else near.index_copy_(2, self.place, new)
 
+    def advance(self) -> None:
+        """Count one more token of every row, which a replayed graph has put into its column."""
+        self.end += 1
+        before = self.lengths
+        self.lengths = [length + 1 for length in before]
+        self.alike = list(self.lengths) if self.alike == before else list(map(_grow, self.alike, before, self.lengths))
+
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
+        self.version += 1
         self._catch_up(range(self.batch))
         groups = self._group_rows(self.lengths, self.flushed) if valid is None else self._list_rows()
         recents = [self._flush(rows, self._extend(rows, (keys, values), valid), exact=True) for rows in groups]
@@ -135,6 +145,7 @@ class TokenStore:
 
     def crop(self, lengths: list[int]) -> None:
         """Row `r` keeps its first `lengths[r]` tokens; the rest is as if it had never been seen, moments included."""
+        self.version += 1
         flushed = [min(gone, max(new - self.window, 0)) for gone, new in zip(self.flushed, lengths, strict=True)]
         removed = [old - new for old, new in zip(self.lengths, lengths, strict=True)]
         if flushed == self.flushed and len(set(removed)) == 1:
@@ -165,6 +176,7 @@ class TokenStore:
                 "update_moments=False leaves out tokens that were decoded, and this cache does not know which those "
                 "are: build one with update_moments=False and read the prompt again"
             )
+        self.version += 1
         self.update_moments = update
         if not track:
             self.moments = None
@@ -178,6 +190,7 @@ class TokenStore:
     def keep_sketch(self, bits: float, energies: Tensor | None, *, select: bool) -> None:
         """Keep a sketch with these `BulkSketch.energies`, as if from the start, to `select` tokens by, or because the
         bulk is coded behind it (then the one that is there stays); none for keys of no whole blocks."""
+        self.version += 1
         layout, kept = Layout.from_bits(self.near_keys.shape[3], bits), self.bulk.sketch
         if (coded := self.record_layout is not None) and energies is None:  # those that records lie behind are kept
             energies = self.near_keys.new_ones(self.near_keys.shape[1], self.near_keys.shape[3]).float()
@@ -192,6 +205,7 @@ class TokenStore:
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
+        self.version += 1
         self.near_keys, self.near_values = self.near_keys[index], self.near_values[index]
         self.bulk.select_rows(index)
         for known in (self.moments, self.bulk.sketch):
@@ -206,6 +220,7 @@ class TokenStore:
     @torch.inference_mode(False)  # as for select
     def move(self, device: torch.device) -> None:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
+        self.version += 1
         self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
         old = self.bulk
         self.bulk = self._make_bulk(old.residents.shared, old.residents.index)

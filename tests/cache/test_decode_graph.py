@@ -18,6 +18,7 @@ from recorded_graph import RecordedGraph
 from uses import Use, copied_and_saved, cropped, one_shot, padded, rows, used_again
 
 from qada_cache import QAdACache, restore_attention, storage
+from qada_cache.decode_graph.step import Places, Step
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -74,6 +75,51 @@ def test_selected_tokens(bits: int, device: str) -> None:
     assert 0 < counts[0]["bulk_read_bytes"] < counts[0]["dense_bulk_bytes"]
 
 
+@pytest.mark.parametrize("lengths", [(60,), (60, 43)], ids=str)
+@torch.inference_mode()
+def test_a_replay_prepares_the_next_step(
+    lengths: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes what the host would write, which so does it once after each flush."""
+    model, written, write = tiny(num_hidden_layers=1).to(device), [], Places.write
+    cache = make(model, token_threshold=0.0, cuda_graph=True)
+    monkeypatch.setattr(Places, "write", lambda own, step: written.append(RecordedGraph.replays) or write(own, step))
+    ids, mask = (part.to(device) for part in prompt(*lengths))
+    model(ids, attention_mask=mask, **pass_cache(cache))
+    prepared = 0
+    for _ in range(24):
+        ids, mask = ids[:, -1:], torch.nn.functional.pad(mask, (0, 1), value=1)
+        position = mask.cumsum(dim=1)[:, -1:] - 1
+        model(ids, attention_mask=mask, position_ids=position, **pass_cache(cache))
+        graph, store = cache._decode_graph, cache.layers[0].store
+        if graph._step is not None and graph._step.is_followed_by(cache.layers) and store.end < store.capacity:
+            expected = Step(cache.layers, {}).parts
+            found = (graph._places.place, *graph._places._rows)
+            assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+            prepared += 1
+    assert prepared > 8
+    assert len(written) < RecordedGraph.replays - 6
+
+
+@torch.inference_mode()
+def test_what_changes_a_cache_between_replays_is_followed(device: str) -> None:
+    """Cropped, reordered and counted from elsewhere: the next step is none that a replay has prepared."""
+    model, outputs = tiny().to(device), []
+    ids = prompt(90)[0].to(device)
+    for on in (False, True):
+        cache = make(model, token_threshold=0.0, cuda_graph=on)
+        logits = [decode(model, cache, 5)]
+        cache.crop(-2)
+        logits += [model(ids[:, at : at + 1], **pass_cache(cache)).logits for at in (70, 71, 72)]
+        cache.batch_repeat_interleave(2)
+        logits += [model(ids[:, [at, at + 1]].mT, **pass_cache(cache)).logits for at in (73, 74, 75, 76, 77)]
+        cache.reorder_cache(torch.tensor([1, 0]))
+        logits += [model(ids[:, [at, at + 1]].mT, **pass_cache(cache)).logits for at in (78, 79, 80)]
+        outputs.append(torch.cat([each.flatten() for each in logits]))
+    assert RecordedGraph.replays > 6
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
 @torch.inference_mode()
 def test_a_capture_that_fails_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that looks at its own numbers no graph can be: said once, and computed as ever."""
@@ -123,7 +169,7 @@ def test_an_interrupted_replay_is_noticed(device: str, monkeypatch: pytest.Monke
     model = tiny().to(device)
     cache = make(model, token_threshold=0.0, cuda_graph=True)
     decode(model, cache, 6)
-    monkeypatch.setattr(storage.TokenStore, "lengthen", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(storage.TokenStore, "advance", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         decode(model, cache, 1, start=6)
     monkeypatch.undo()
