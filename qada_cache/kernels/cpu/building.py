@@ -162,7 +162,7 @@ def _load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
 def _build(compiler: str, source: Path, macros: tuple[str, ...], name: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="qada-kernels-") as temporary:
         library = Path(temporary, "library.so")
-        done = run_command([compiler, *FLAGS, *macros, str(source), "-o", str(library)], timeout=300)
+        done = run_command([compiler, *FLAGS, *macros, str(source), "-o", str(library)], timeout=300, scratch=temporary)
         if done.returncode:
             raise OSError(f"{compiler} failed with {(done.stderr.splitlines() or [str(done.returncode)])[0]}")
         built = library.read_bytes()
