@@ -8,9 +8,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import tuned_choice
 from .attention.decode import attend_adaptively, find_kernel, takes_turns
+from .attention.libraries import list_libraries
 from .cache import QAdACache
 from .kernels import partial_attention
-from .kernels.cpu import prompt, selected_prompt
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
 from .key_moments.prompts import PROMPTS
@@ -86,10 +86,9 @@ def _build_kernels(
         return torch.randn(1, heads, tokens, size, dtype=dtype, device=device, generator=made)
 
     local = min(options.local_tokens, options.sink_tokens + ROOM_TOKENS)  # a longer window starts with as many columns
-    if options.kernels != "torch" and device.type == "cpu" and dtype in prompt.NUMBERS:
-        prompt.build(dim, value_dim, dtype)
-        if options.prefill_threshold:
-            selected_prompt.serves(draw(1, 1, dim), draw(1, 1, value_dim))
+    if device.type == "cpu":
+        for library in list_libraries(options, dtype, group=group, dim=dim, value_dim=value_dim):
+            library.build()
     layer = QAdALayer(Shared(replace(options, local_tokens=local), shared.model), shared.model.layers[0])
     layer.lazy_initialization(draw(kv_heads, 0, dim), draw(kv_heads, 0, value_dim))
     store, query = cast(TokenStore, layer.store), draw(kv_heads * group, 1, dim)

@@ -56,6 +56,15 @@ def default_bits(bits_as_made: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def nothing_built_ahead() -> Iterator[None]:
+    """A prompt starts no build that the test may not wait for, and that the next one would take time for. Processes of
+    their own do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qada_cache.attention.forward.build_for_prompt", lambda *_: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def earlier_kernels(request: pytest.FixtureRequest, cache_folder: Path) -> Iterator[None]:
     """C++ kernels that this run's other processes and earlier runs compiled: their names are digests of all that they
     were compiled from."""

@@ -30,6 +30,7 @@ from ..state.layer import QAdALayer, Seen
 from .block_mask import read_block_mask
 from .decode import attend_adaptively
 from .exact import attend_exactly, attend_to_prompt
+from .libraries import build_for_prompt
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -197,10 +198,12 @@ def _attend(
     forward_pass = layer.shared.forward_pass
     if first:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
-        forward_pass.is_prefill_chunk = (
-            queries > 1 or layer.store.end <= layer.options.window
-        ) and find_prompt().in_chunks
+        may_be_chunk = queries > 1 or layer.store.end <= layer.options.window
+        reading = find_prompt() if may_be_chunk else Prompt(False, 0)
+        forward_pass.is_prefill_chunk = reading.in_chunks
     empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
+    if first and (empty or long):
+        build_for_prompt(layer, asked, key, value, max(layer.seen, reading.tokens))
     exact = long or visible is not None or queries > layer.adaptive_tokens
     if empty:
         untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table

@@ -17,6 +17,8 @@ if LOCKS:
 
 UNFINISHED = ".qada-part"  # how names of files that are being written end
 STALE_SECONDS = 3600  # an older unfinished file without a writer is a killed process's
+LOCK_SECONDS = 0.05  # between looks at a lock
+_locked: set[int] = set()  # descriptors of `lock`
 
 
 def find_home() -> Path:
@@ -143,6 +145,55 @@ def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, fold
     finally:
         if LOCKS:
             os.close(descriptor)
+
+
+@contextmanager
+def lock(folder: int, name: str, *, seconds: float) -> Iterator[None]:
+    """Whoever makes the file `name` of a folder of `open_folder` does so alone, among processes and threads: wait until
+    others have, or for so many seconds, and go on. A killed process keeps nobody waiting. OSError, if nothing can be
+    locked there."""
+    if not LOCKS:
+        raise OSError(f"files are not locked on {sys.platform}")
+    unfinished, end = f".{name}.lock{UNFINISHED}", time.monotonic() + seconds
+    while (descriptor := _try_lock(unfinished, folder)) is None and time.monotonic() < end:
+        time.sleep(LOCK_SECONDS)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            _locked.discard(descriptor)
+            with suppress(OSError):
+                os.unlink(unfinished, dir_fd=folder)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may have it, too
+            os.close(descriptor)
+
+
+def _try_lock(unfinished: str, folder: int) -> int | None:
+    """A descriptor of this file, locked; None, if somebody else has locked it."""
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:  # else it was removed before it was locked
+            _locked.add(descriptor)
+            return descriptor
+    except BlockingIOError:
+        pass
+    except OSError:  # a file system without locks
+        os.unlink(unfinished, dir_fd=folder)
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _let_go() -> None:
+    """A forked process holds no locks: else they would outlast the process that took them."""
+    while _locked:
+        os.close(_locked.pop())
+
+
+if LOCKS:
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def _begin(beginning: str, folder: int | None) -> tuple[int, str]:

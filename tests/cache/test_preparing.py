@@ -154,7 +154,7 @@ def test_nothing_is_left_to_do(options: dict[str, Any], folder: Path, monkeypatc
         forbid(patched, AutoTokenizer, "from_pretrained")
         cache = QAdACache(model, moments="wiki", **options)
     assert used(cache) == ("current" if options.get("criterion") == "oracle" else "wiki")
-    forbid(monkeypatch, subprocess, "run")
+    forbid(monkeypatch, subprocess, "Popen")
     built = cpu.build.cache_info()
     model.generate(prompt(LONG)[0], **pass_cache(cache), max_new_tokens=4, do_sample=False)
     found = cpu.build.cache_info()

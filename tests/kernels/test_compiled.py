@@ -254,7 +254,7 @@ def test_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(command: list[str], **_: Any) -> Any:
         raise AssertionError(command)
 
-    monkeypatch.setattr(subprocess, "run", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
     assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
 
 

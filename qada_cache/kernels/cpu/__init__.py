@@ -34,14 +34,22 @@ def supports(query: Tensor, key: Tensor, value: Tensor, beside: int = 0) -> bool
     return (
         query.device.type == key.device.type == value.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype
-        and query.dtype in ELEMENTS
-        and 1 <= query.shape[2] <= MAX_QUERIES
+        and supports_sizes(query.dtype, query.shape[3], value.shape[3], query.shape[2])
         and key.shape[2] + beside >= MIN_TOKENS
-        and query.shape[3] % 8 == value.shape[3] % 8 == 0
         and (query.shape[:2], query.shape[3]) == (key.shape[:2], key.shape[3])
         and key.shape[:3] == value.shape[:3]
         and all(map(has_contiguous_rows, (key, value)))
     )
+
+
+def supports_sizes(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> bool:
+    """Whether there are kernels for so many queries of a KV head."""
+    return dtype in ELEMENTS and 1 <= queries <= MAX_QUERIES and dim % 8 == value_dim % 8 == 0
+
+
+def round_queries(queries: int) -> int:
+    """Of partial attention: calls of 1, 2, 3... tokens would each need a build of their own."""
+    return 1 << (queries - 1).bit_length()
 
 
 def compiled_partial_attention(
@@ -50,8 +58,8 @@ def compiled_partial_attention(
     """Same contract as `reference.partial_attention`, for the calls that `supports` admits; None if it cannot be built.
     Threads share the work evenly for any number of heads, by splitting keys if needed."""
     batch, heads, queries, dim = query.shape
-    room = 1 << (queries - 1).bit_length()  # calls of 1, 2, 3... tokens would each need a build of their own
-    kernels = build(query.dtype, dim, value.shape[3], room)
+    room = round_queries(queries)
+    kernels = build(query.dtype, dim, value.shape[3], room, None)
     if kernels is None:
         return None
     query = functional.pad(query, (0, 0, 0, room - queries)).contiguous()

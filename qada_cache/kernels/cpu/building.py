@@ -1,6 +1,7 @@
 """C++ built on the user's machine: a source beside this file, as a library for the sizes that macros give.
 
-A library is kept in the user's cache folder, under a name that says all that it was built from.
+A library is kept in the user's cache folder, under a name that says all that it was built from. Whoever needs one waits
+for a build of it that is under way, in a thread of this process or in another process.
 """
 
 import contextlib
@@ -12,17 +13,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
 from ... import files
+from .process import run_command
 
 logger = logging.get_logger(__name__)
 
 FOLDER = "kernels"  # of `files.find_home()`
 DIGEST_BYTES = 32
+WAIT_SECONDS = 60  # for another process that builds the same library, which may have been stopped
 # Sums may be reordered, as vectors need. Not -ffast-math: loading a library linked with it changes the rounding of the
 # whole process.
 FLAGS = (
@@ -31,14 +37,64 @@ FLAGS = (
 )
 
 
+class Library(NamedTuple):
+    """A source with the headers beside it, built with macros (`-DNAME=VALUE`)."""
+
+    source: Path
+    macros: tuple[str, ...]
+    build: Callable[[], ctypes.CDLL | None]  # what those call who need it
+
+
+class _Builds:
+    """What threads of this process build."""
+
+    def __init__(self) -> None:
+        # By home, flags, source and macros: under way, or built ahead and not asked for yet; None: handed over.
+        self.futures: dict[tuple[Any, ...], Future[ctypes.CDLL] | None] = {}
+        self.lock = threading.Lock()  # of `futures`
+        self.turn = threading.Lock()  # for builds in the background, one at a time
+
+
+_builds = _Builds()
+
+
+def _forget_builds() -> None:
+    global _builds
+    _builds = _Builds()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_builds)  # a forked process has none of the threads that build
+
+
 def build_library(source: Path, macros: tuple[str, ...], warning: str) -> ctypes.CDLL | None:
     """`source` and the headers beside it built with `macros` (`-DNAME=VALUE`), before or now; None, with one `warning`
     that goes on with the reason, if it cannot be built."""
+    builds, key = _builds, _find_key(source, macros)
+    with builds.lock:
+        known = builds.futures.get(key)
+        build = builds.futures[key] = known or Future()
+    if known is None:
+        run = functools.partial(_carry_out, build, source, macros)
+        if not _start(run):  # a thread of its own, as whoever waits may be interrupted, and others wait too
+            run()
     try:
-        return _load(source, macros)
+        return build.result()
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning_once(f"{warning}: {error}")
         return None
+    finally:
+        with builds.lock:
+            if build.done() and builds.futures[key] is build:
+                builds.futures[key] = None
+
+
+def build_ahead(libraries: Sequence[Library]) -> threading.Thread | None:
+    """Build in the background, one after the other, those of these libraries that this process has not asked for yet.
+    Returns the thread, None if there is nothing to do or no compiler. Errors are for those who ask for a library."""
+    if all(_find_key(*each[:2]) in _builds.futures for each in libraries) or not has_compiler():
+        return None
+    return _start(functools.partial(_build_in_turn, _builds, libraries))
 
 
 def check_size(ours: type[ctypes.Structure], size: int, source: Path) -> None:
@@ -55,6 +111,37 @@ def check_memory(failed: Any, *_: Any) -> Any:
     return failed
 
 
+def _find_key(source: Path, macros: tuple[str, ...]) -> tuple[Any, ...]:
+    return files.find_home(), FLAGS, source, macros
+
+
+def _start(run: Callable[[], None]) -> threading.Thread | None:
+    """A thread that runs this, and that the end of the interpreter does not wait for; None, if there can be none."""
+    thread = threading.Thread(target=run, name="qada-build", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # there are as many as there can be, or the interpreter ends
+        return None
+    return thread
+
+
+def _build_in_turn(builds: _Builds, libraries: Sequence[Library]) -> None:
+    for source, macros, _ in libraries:
+        with builds.turn:
+            with builds.lock:
+                if (key := _find_key(source, macros)) in builds.futures:
+                    continue
+                build = builds.futures[key] = Future()
+            _carry_out(build, source, macros)
+
+
+def _carry_out(build: Future[ctypes.CDLL], source: Path, macros: tuple[str, ...]) -> None:
+    try:
+        build.set_result(_load(source, macros))
+    except BaseException as error:  # whatever it is, those who wait are to hear of it
+        build.set_exception(error)
+
+
 def _load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     """As `build_library`; OSError or SubprocessError, if it cannot be built. The library is kept in a folder that only
     the user can write to, if there is one."""
@@ -67,9 +154,15 @@ def _load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     name = hashlib.sha256("\0".join(built_from).encode()).hexdigest()[:32] + ".so"
     if (kept := _load_kept(name)) is not None:
         return kept
+    with _keep_others_waiting(name):
+        kept = _load_kept(name)  # another process may have built it meanwhile
+        return _build(compiler, source, macros, name) if kept is None else kept
+
+
+def _build(compiler: str, source: Path, macros: tuple[str, ...], name: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="qada-kernels-") as temporary:
         library = Path(temporary, "library.so")
-        done = _run([compiler, *FLAGS, *macros, str(source), "-o", str(library)], timeout=300)
+        done = run_command([compiler, *FLAGS, *macros, str(source), "-o", str(library)], timeout=300, scratch=temporary)
         if done.returncode:
             raise OSError(f"{compiler} failed with {(done.stderr.splitlines() or [str(done.returncode)])[0]}")
         built = library.read_bytes()
@@ -81,6 +174,24 @@ def _load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
             where = files.find_home() / FOLDER
             logger.warning_once(f"kernels cannot be kept in {where} ({error}): they will be built in every process")
         return ctypes.CDLL(str(library))  # which needs no file once it is loaded
+
+
+@contextlib.contextmanager
+def _keep_others_waiting(name: str) -> Iterator[None]:
+    """Build the library of this name while no other process does, where the folder tells them. A failed build leaves no
+    folder behind that was made for it."""
+    home = files.find_home()
+    made = [path for path in (home / FOLDER, home) if not os.path.exists(path)]
+    try:
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # a folder that cannot be used is no reason to fail
+                folder = held.enter_context(files.open_folder(FOLDER, make=True))
+                held.enter_context(files.lock(folder, name, seconds=WAIT_SECONDS))
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # something is in it
+            for path in made:
+                path.rmdir()
 
 
 def _load_kept(name: str) -> ctypes.CDLL | None:
@@ -108,11 +219,6 @@ def _link(folder: int, name: str) -> ctypes.CDLL:
     return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
 
 
-def _run(command: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
-    # Compilers speak the user's language, in whatever encoding.
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
-
-
 def find_compiler() -> str:
     """The path of a C++ compiler; OSError, if there is none, or none is known to build for this system."""
     if not sys.platform.startswith("linux"):
@@ -134,4 +240,4 @@ def has_compiler() -> bool:
 
 @functools.cache
 def _read_version(compiler: str) -> str:
-    return _run([compiler, "--version"], timeout=60).stdout
+    return run_command([compiler, "--version"], timeout=60).stdout

@@ -36,10 +36,10 @@ def serves(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
     dim, value_dim = query.shape[3], value.shape[3]
     return (
         query.device.type == key.device.type == value.device.type == "cpu"
-        and query.dtype == key.dtype == value.dtype in NUMBERS
+        and query.dtype == key.dtype == value.dtype
+        and serves_sizes(dim, value_dim, query.dtype)
         and query.shape[2] >= MIN_QUERIES
         and key.shape[2] >= max(MIN_TOKENS, query.shape[2] if causal else 0)
-        and dim * query.element_size() % 4 == value_dim % 16 == 0
         and query.shape[0] == key.shape[0] == value.shape[0]
         and query.shape[1] % key.shape[1] == 0
         and key.shape[:3] == value.shape[:3]
@@ -47,6 +47,11 @@ def serves(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
         and not (torch.is_grad_enabled() and query.requires_grad)  # as keys never do
         and build(dim, value_dim, query.dtype) is not None
     )
+
+
+def serves_sizes(dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for these sizes, on processors with its instructions."""
+    return dtype in NUMBERS and dim * dtype.itemsize % 4 == value_dim % 16 == 0
 
 
 def prompt_attention(

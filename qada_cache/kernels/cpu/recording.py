@@ -80,11 +80,15 @@ def _call(
     function(ctypes.byref(call))
 
 
+def define_coder(layout: RecordLayout) -> tuple[str, ...]:
+    """The macros that `SOURCE` is built with."""
+    return define(ELEMENTS[torch.float32], layout.dim, layout.value_dim, 1, layout)
+
+
 @functools.cache
 def build_coder(layout: RecordLayout) -> ctypes.CDLL | None:
     """The library for such records, built if need be; None, with one warning, if it cannot be."""
-    macros = define(ELEMENTS[torch.float32], layout.dim, layout.value_dim, 1, layout)
     warning = "records of few bits are made and decoded by torch, as the kernel could not be built"
-    if (library := build_library(SOURCE, macros, warning)) is not None:
+    if (library := build_library(SOURCE, define_coder(layout), warning)) is not None:
         check_size(Coding, library.coding_size(), SOURCE)
     return library

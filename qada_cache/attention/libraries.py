@@ -1,0 +1,56 @@
+"""The C++ libraries that a cache needs on a CPU, and building them while its prompt is read."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..kernels import cpu
+from ..kernels.cpu import prompt, recording, selected_prompt
+from ..kernels.cpu.building import Library, build_ahead
+from ..kernels.operands import Query
+from ..sketch.coded import RecordLayout
+from ..state import Options
+from ..state.layer import QAdALayer
+
+
+def list_libraries(
+    options: Options, dtype: torch.dtype, *, group: int, dim: int, value_dim: int, plain: bool = True
+) -> list[Library]:
+    """Those that read a long prompt, and decode behind it, on a CPU: for `group` queries of a KV head, keys of `dim`
+    channels and values of `value_dim`, all in one `dtype`. What is needed last, and takes longest to build, is first.
+    Scores that are not `plain` have a cap, or learned sinks."""
+    kernels, layout = options.kernels, RecordLayout.from_bits(dim, value_dim, options.bulk_bits)
+    if kernels == "torch":
+        return []
+    found, decoding = [], (dtype, dim, value_dim, group)
+    if cpu.supports_sizes(*decoding):
+        element, by_torch = cpu.ELEMENTS[dtype], options.criterion == "oracle" or not plain
+        if kernels == "auto" and not by_torch:
+            sizes = dim, value_dim, group, layout
+            found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
+        if by_torch or options.audit_every:  # which read whole heads by partial attention
+            sizes = dim, value_dim, cpu.round_queries(group), None
+            found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
+    if layout is not None:
+        macros = recording.define_coder(layout)
+        found.append(Library(recording.SOURCE, macros, partial(recording.build_coder, layout)))
+    if plain and prompt.INSTRUCTIONS in prompt.read_instructions() and prompt.serves_sizes(dim, value_dim, dtype):
+        of_prompt, macros = (dim, value_dim, dtype), prompt.define(dim, value_dim, dtype)
+        if options.prefill_threshold and dim % 4 == 0:
+            build = partial(prompt.build, *of_prompt, selected_prompt.SOURCE, selected_prompt.Call)
+            found.append(Library(selected_prompt.SOURCE, macros, build))
+        found.append(Library(prompt.SOURCE, macros, partial(prompt.build, *of_prompt)))
+    return found
+
+
+def build_for_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor, tokens: int) -> None:
+    """Start building what is not there yet, in the background, as the first layer begins to read a text whose prompt
+    ends with token `tokens`, padding included: if its bulk will be one that kernels decode from."""
+    states, batch = query.states, len(key)
+    bulk = tokens - min(layer.padding.count_by_row(batch)) - layer.options.local_tokens
+    if bulk < cpu.MIN_TOKENS or not states.is_cpu or not states.dtype == key.dtype == value.dtype:
+        return
+    sizes = {"group": states.shape[1] // key.shape[1], "dim": key.shape[3], "value_dim": value.shape[3]}
+    plain = query.softcap is None and query.sink_logits is None
+    build_ahead(list_libraries(layer.options, states.dtype, **sizes, plain=plain))

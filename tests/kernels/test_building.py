@@ -1,0 +1,282 @@
+"""Kernels are built once for all who want them: threads, processes, and who builds them ahead."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compilers import compiler, needs_compiler
+from transformers.utils.logging import warning_once
+
+from qada_cache import files
+from qada_cache.kernels.cpu import building, process
+from qada_cache.kernels.cpu.building import Library
+
+SECONDS = 20  # the most that anything here waits
+
+
+def wait_for(found: Callable[[], Any]) -> Any:
+    end = time.monotonic() + SECONDS
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return value
+
+
+COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo 1; exit; fi
+echo called >> {0}/calls
+while [ -e {0}/hold ]; do sleep 0.01; done
+if [ -e {0}/fail ]; then echo no such option >&2; exit 1; fi
+for output; do :; done
+cp {0}/built.so "$output"
+"""
+
+
+class Slow:
+    """Builds one library, while there is no file `hold`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hold, self.fail, self._calls = folder / "hold", folder / "fail", folder / "calls"
+        (folder / "cc").write_text(COMPILER.format(folder))
+        (folder / "cc").chmod(0o755)
+        (folder / "built.cpp").write_text('extern "C" int answer() { return 42; }')
+        command = [str(compiler()), "-shared", "-fPIC", str(folder / "built.cpp"), "-o", str(folder / "built.so")]
+        subprocess.run(command, check=True)
+        self.source = folder / "built.cpp"
+
+    @property
+    def calls(self) -> int:
+        return len(self._calls.read_text().splitlines()) if self._calls.exists() else 0
+
+    def want(self) -> bool:
+        """Whether it is there, once it could be."""
+        found = building.build_library(self.source, (), "it could not be built")
+        return found is not None and found.answer() == 42
+
+    def build_ahead(self) -> Any:
+        return building.build_ahead([Library(self.source, (), lambda: None)])
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As in a process, and for a user, that has built nothing yet."""
+    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(building, "_builds", building._Builds())
+    warning_once.cache_clear()
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def slow(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
+    (tmp_path / "compiler").mkdir()
+    found = Slow(tmp_path / "compiler")
+    monkeypatch.setenv("CXX", str(tmp_path / "compiler/cc"))
+    return found
+
+
+def in_threads(count: int, run: Callable[[], Any]) -> Callable[[], list[Any]]:
+    """Starts; the results, when they are asked for."""
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(run())) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+
+    def collect() -> list[Any]:
+        for thread in threads:
+            thread.join(SECONDS)
+        return results
+
+    return collect
+
+
+def fork(run: Callable[[], Any]) -> int:
+    """Another process that runs this, and ends well if it returns something."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # there are other threads
+        if child := os.fork():
+            return child
+    code = 1
+    try:
+        code = 0 if run() else 1
+    finally:
+        os._exit(code)
+
+
+def ends_well(child: int) -> bool:
+    wait_for(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    return os.waitpid(child, 0)[1] == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("kept", [True, False])
+def test_threads_build_once(kept: bool, slow: Slow, home: Path) -> None:
+    """Whether or not there is a folder to keep it in."""
+    if not kept:
+        home.write_text("in the way")
+    slow.hold.touch()
+    collect = in_threads(3, slow.want)
+    wait_for(lambda: slow.calls)
+    time.sleep(0.05)
+    slow.hold.unlink()
+    assert collect() == [True] * 3
+    assert slow.calls == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("kept", [True, False])
+def test_whoever_wants_it_waits_for_what_is_built_ahead(kept: bool, slow: Slow, home: Path) -> None:
+    if not kept:
+        home.write_text("in the way")
+    slow.hold.touch()
+    assert slow.build_ahead() is not None
+    wait_for(lambda: slow.calls)
+    collect = in_threads(2, slow.want)
+    time.sleep(0.05)
+    slow.hold.unlink()
+    assert collect() == [True] * 2
+    assert slow.build_ahead() is None
+    assert slow.calls == 1
+
+
+@needs_compiler
+def test_built_ahead_and_wanted_later(slow: Slow, home: Path) -> None:
+    """Also without a folder."""
+    home.write_text("in the way")
+    slow.build_ahead().join(SECONDS)
+    assert slow.want()
+    assert slow.calls == 1
+
+
+@needs_compiler
+def test_a_failure_is_told_when_it_is_wanted(slow: Slow, home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, after one try, and nothing is left behind."""
+    slow.fail.touch()
+    with caplog.at_level(logging.WARNING):
+        slow.build_ahead().join(SECONDS)
+        assert not caplog.records
+        assert not slow.want()
+        assert slow.build_ahead() is None
+    assert slow.calls == 1
+    (told,) = caplog.records
+    assert told.getMessage().startswith("it could not be built: ")
+    assert told.getMessage().endswith("cc failed with no such option")
+    assert not home.exists()
+
+
+@needs_compiler
+def test_processes_build_once(slow: Slow, home: Path) -> None:
+    """The second one waits for the first; one that was killed keeps nobody waiting."""
+    slow.hold.touch()
+    killed = fork(slow.want)
+    wait_for(lambda: slow.calls == 1)
+    os.kill(killed, signal.SIGKILL)
+    assert not ends_well(killed)
+    others = [fork(slow.want) for _ in range(2)]
+    wait_for(lambda: slow.calls == 2)
+    collect = in_threads(1, slow.want)
+    time.sleep(0.2)
+    assert slow.calls == 2
+    slow.hold.unlink()
+    assert all(map(ends_well, others))
+    assert collect() == [True]
+    assert slow.calls == 2
+    assert [path.suffix for path in (home / "kernels").iterdir()] == [".so"]
+
+
+@needs_compiler
+def test_a_process_forked_meanwhile(slow: Slow) -> None:
+    """It has no thread that builds, and waits for the process that has."""
+    slow.hold.touch()
+    slow.build_ahead()
+    wait_for(lambda: slow.calls)
+    child = fork(slow.want)
+    slow.hold.unlink()
+    assert ends_well(child)
+    assert slow.want()
+    assert slow.calls == 1
+
+
+@needs_compiler
+def test_a_build_that_stands_still(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has been stopped: after some time others build by themselves."""
+    monkeypatch.setattr(building, "WAIT_SECONDS", 0.1)
+    slow.hold.touch()
+    stopped = fork(slow.want)
+    wait_for(lambda: slow.calls == 1)
+    os.kill(stopped, signal.SIGSTOP)
+    collect = in_threads(1, slow.want)
+    wait_for(lambda: slow.calls == 2)
+    slow.hold.unlink()
+    assert collect() == [True]
+    os.kill(stopped, signal.SIGCONT)
+    assert ends_well(stopped)
+
+
+def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
+    """Though a process that it forked lives on."""
+    going_on = tmp_path / "going on"
+    going_on.touch()
+
+    def take() -> bool:
+        with files.open_folder_at(tmp_path / "folder", make=True) as folder, files.lock(folder, "it", seconds=0):
+            fork(lambda: wait_for(lambda: not going_on.exists()))
+            os._exit(0)
+
+    assert ends_well(fork(take))
+    with files.open_folder_at(tmp_path / "folder") as folder:
+        begun = time.monotonic()
+        with files.lock(folder, "it", seconds=SECONDS):
+            assert time.monotonic() - begun < SECONDS / 2
+            assert len(list((tmp_path / "folder").iterdir())) == 1
+    assert not list((tmp_path / "folder").iterdir())
+    going_on.unlink()
+
+
+def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> None:
+    """What cannot have a thread of its own is built when it is wanted, by whoever wants it."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert slow.build_ahead() is None
+    assert slow.want()
+    assert slow.calls == 1
+
+
+ENDING = """
+import importlib.util, sys, tempfile, threading, time
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("process", sys.argv[1])
+process = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(process)
+
+def build():
+    with tempfile.TemporaryDirectory(dir=sys.argv[2]) as folder:
+        process.run_command(["sh", "-c", f"sleep 100 & echo $! > {folder}/begun; sleep 100"], timeout=100)
+
+threading.Thread(target=build, daemon=True).start()
+while not (found := [path.read_text() for path in Path(sys.argv[2]).glob("*/begun")]) or not found[0]:
+    time.sleep(0.01)
+print(found[0])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kernels are built on Linux")
+def test_a_process_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither a compiler, nor what that has started, nor a file, nor a word; nor does it wait."""
+    command = [sys.executable, "-c", ENDING, process.__file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.iterdir())
+    left = Path("/proc", done.stdout.strip(), "stat")
+    wait_for(lambda: not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z")
