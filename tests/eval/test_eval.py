@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,17 @@ def test_static_heads_from_the_oracle() -> None:
 
 
 @pytest.fixture
-def own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index of lm-eval's own tasks takes seconds to make."""
+def own_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The tests' tasks alone: the index of lm-eval's own takes seconds to make. No index outlives a test."""
     manager = pytest.importorskip("lm_eval.tasks", reason="the commands run on lm-eval").TaskManager
     from eval import sweep
 
     folder = Path(__file__).parents[1] / "lm_eval" / "tiny_tasks"
     ours = functools.partial(manager, include_path=[folder], include_defaults=False)
     monkeypatch.setattr(sweep, "TaskManager", ours)
+    sweep.make_task_manager.cache_clear()
+    yield
+    sweep.make_task_manager.cache_clear()
 
 
 @pytest.mark.usefixtures("own_tasks")
@@ -117,6 +121,7 @@ def test_sweep_of_selected_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {row["bits"] for row in rows} == {"16"}
 
 
+@pytest.mark.usefixtures("own_tasks")
 def test_sweep_of_bits(tmp_path: Path) -> None:
     """Prompts are read once more for each number of bits, and bulks of fewer are read in fewer bytes."""
     import needle
