@@ -1,6 +1,6 @@
 """Decoding speed at the byte limit, every method on the same work in one run: `python -m eval.benchmark`.
 
-    python -m eval.benchmark --model llama-3.2-1b --tokens 32768 --out eval/results
+    python -m eval.benchmark --model llama-3.2-1b --tokens 32768 --out eval/results/benchmark-llama-3.2-1b-cpu.csv
 
 Caches are filled with the same keys and values and decode the same tokens. A model given by its sizes has random
 weights and a random context; QAdACache then has a forced share f of its KV heads flagged, the same number in each layer
@@ -33,8 +33,8 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from eval.shared.counting import count_bus_bytes, count_held, count_read_bytes
 from eval.shared.graphed import GraphedStaticCache
-from eval.shared.tables import read
-from eval.shared.timing import Peak, load_model, make_timing_parser, measure_speeds, report, wait
+from eval.shared.tables import make_parser, read
+from eval.shared.timing import Peak, add_options, load_model, measure_speeds, report, wait
 from eval.shared.workloads import (
     CUDNN,
     RESIDENT_TOKENS,
@@ -258,8 +258,8 @@ def shape(text: str) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = make_timing_parser("benchmark", __doc__ or "", table="benchmark-MODEL-DEVICE.csv and .png")
-    add = parser.add_argument
+    parser = make_parser("benchmark", __doc__)
+    add = add_options(parser)
     add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
         help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
     add("--steps", type=int, default=8, help="tokens timed a round (default: %(default)s)")
@@ -272,7 +272,6 @@ def main(arguments: list[str] | None = None) -> int:
     speed = {f"{name}_gb_per_s": f"{value / 1e9:.1f}" for name, value in measured.items()}
     print(f"memory: {speed}")
     kernels = os.environ.get("QADA_KERNELS", "auto")
-    name = "benchmark" if kernels == "auto" else f"benchmark-{kernels}"
     rows = []
     for tokens, batch in options.tokens:
         try:
@@ -283,10 +282,10 @@ def main(arguments: list[str] | None = None) -> int:
         check(work)
         rows += measure(work, made, options.rounds, measured["read"])
         del work, made
-        table = report(options, rows, name, kernels=kernels, **speed)  # a run may be cut off in the next length
-    if table:
+        report(options, rows, kernels=kernels, **speed)  # a run may be cut off in the next length
+    if options.out:
         with contextlib.suppress(ImportError):  # no picture without matplotlib
-            draw(table)
+            draw(options.out)
     return 0
 
 

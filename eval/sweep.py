@@ -6,13 +6,14 @@
 Criteria x thresholds x moments x group rules x tasks x lengths, in one tidy table, a row for each. A prompt is read
 once for each `--prefill` and `--bits`, and all that is left to measure of its task and length answers it from a copy of
 that state. Rows that the table holds already are not measured again, so a sweep may be interrupted, and widened later.
-Tasks must be generation tasks; RULER's own need a folder with a tokenizer, which `python -m eval.convert` makes of a
-GGUF file.
+Tasks must be generation tasks.
 """
 
 import argparse
+import atexit
 import itertools
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -24,10 +25,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
 from eval.shared import language_model
 from eval.shared.selecting import check_selected
-from eval.shared.tables import new_file, read, write
+from eval.shared.tables import make_parser, new_file, read, write
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.key_moments.defaults import DEFAULT_MOMENTS
@@ -127,13 +129,22 @@ class SweepLM(QAdALM):
 
 
 @cache
+def make_tokenizer_folder(model: str, gguf_file: str) -> str:
+    """One that this process keeps: RULER's own tasks load a tokenizer without the name of the GGUF file it is in."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    AutoTokenizer.from_pretrained(model, gguf_file=gguf_file).save_pretrained(folder.name)
+    return folder.name
+
+
+@cache
 def make_task_manager(
     model: str, length: int, gguf_file: str | None = None, documents: int | None = None
 ) -> TaskManager:
     """lm-eval's index of tasks, slow to make; their metadata are a length, documents if given, and the tokenizer."""
     metadata: dict[str, Any] = {"pretrained": model, "max_seq_lengths": [length]}
     if gguf_file is not None:
-        metadata["gguf_file"] = gguf_file
+        metadata["tokenizer"] = make_tokenizer_folder(model, gguf_file)
     if documents is not None:
         metadata["documents"] = documents
     return TaskManager(metadata=metadata)
@@ -234,7 +245,7 @@ def _find_reading(row: dict[str, str]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the sweep; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m eval.sweep", description=__doc__.split("\n\n")[0])
+    parser = make_parser("sweep", __doc__)
     add = parser.add_argument
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
     add("--tasks", nargs="+", default=["prose_niah"], help="lm-eval generation tasks (default: %(default)s)")

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.shared import tables
 from eval.shared.language_model import check_loading, label
-from eval.shared.tables import align, write
 from eval.shared.workloads import MODEL_HELP, load
-from qada_cache.machine import describe_machine
 
 SIZE = 1 << 30  # bytes that are read: more than any processor's cache
 
@@ -108,41 +107,27 @@ class Peak:
         return self._read_highest() - self._resident if self._watched else 0
 
 
-def make_timing_parser(name: str, description: str, *, table: str) -> argparse.ArgumentParser:
-    """A parser for `python -m eval.NAME`; `table` is what `--out` says is written."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m eval.{name}", description=description.split("\n\n", maxsplit=1)[0]
-    )
+def add_options(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Give it the options that all these commands have; what adds more."""
     add = parser.add_argument
     add("--model", default="llama-3.2-1b", help=f"{MODEL_HELP} (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
-    add("--out", type=Path, help=f"folder to write {table} to")
-    return parser
+    add("--out", type=tables.new_file, help="CSV table to write")
+    return add
 
 
 def load_model(
     parser: argparse.ArgumentParser, options: argparse.Namespace, *, tokens: int
 ) -> tuple[PreTrainedModel, Callable, PreTrainedTokenizerBase | None]:
-    """As `workloads.load`, for contexts of up to `tokens` tokens; ends the program where options make no sense."""
-    if options.out and not options.out.is_dir():
-        parser.error(f"--out: there is no folder {options.out}")
+    """As `workloads.load`, for contexts of up to `tokens` tokens; ends the program where there is no such model."""
     dtype, device = getattr(torch, options.dtype), torch.device(options.device)
     with check_loading(parser):
         return load(options.model, dtype=dtype, device=device, positions=tokens + 1024)
 
 
-def report(options: argparse.Namespace, rows: list[dict[str, Any]], name: str, **everywhere: object) -> Path | None:
-    """Print the table, and write it to `NAME-MODEL-DEVICE.csv` if a folder was given: the file, else None.
-
-    `everywhere` are columns with the same value in all rows, beside those that every table has.
-    """
-    print(f"{describe_machine()}; {torch.get_num_threads()} threads")
-    print(align(rows))
-    if not options.out:
-        return None
-    path = options.out / f"{name}-{Path(options.model).name}-{torch.device(options.device).type}.csv"
-    shared = {"seed": options.seed, "threads": torch.get_num_threads(), "machine": describe_machine()}
-    write(path, rows, model=label(options.model), dtype=options.dtype, **everywhere, **shared)
-    return path
+def report(options: argparse.Namespace, rows: list[dict[str, Any]], **everywhere: object) -> None:
+    """As `tables.report`; `everywhere` are columns with the same value in all rows, beside those that all have."""
+    told = {"model": label(options.model), "dtype": options.dtype, **everywhere, "seed": options.seed}
+    tables.report(rows, options.out, **told, threads=torch.get_num_threads())
