@@ -16,25 +16,21 @@ is named after it has torch's own choice, at lengths that it has not met.
 import argparse
 import contextlib
 import gc
-import itertools
 import os
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
 from eval.shared.counting import count_bus_bytes, count_held, count_read_bytes
-from eval.shared.graphed import GraphedStaticCache
 from eval.shared.tables import make_parser, read
-from eval.shared.timing import Peak, add_options, load_model, measure_speeds, report, wait
+from eval.shared.timing import Peak, add_options, decode, load_model, measure_speeds, report
 from eval.shared.workloads import (
     CUDNN,
     RESIDENT_TOKENS,
@@ -47,7 +43,6 @@ from eval.shared.workloads import (
     list_methods,
 )
 from qada_cache import QAdACache, restore_attention
-from qada_cache.versions import pass_cache
 
 PREFIX = "QAdACache f="
 OWN = {"QAdACache tokens=0.05": "--", "QAdACache": "--", "QAdACache, whole heads": "-."}
@@ -101,27 +96,6 @@ def draw(table: Path) -> None:
     figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2 * len(panels))
     note = "{model}, {dtype}; {machine}".format(**rows[0])
     write(table.parent, table.stem, figure, textwrap.fill(note, 70 * len(panels)))
-
-
-@torch.inference_mode()
-def decode(work: Work, *caches: Cache, steps: int | None = None) -> tuple[list[float], Tensor]:
-    """Seconds of every timed step, and the last step's logits `[batch, vocabulary]`; `steps` is all of the inputs'.
-
-    Caches take turns, token by token.
-    """
-    seconds, device = [], work.model.device
-    for step, cache in itertools.product(range(work.inputs.shape[1] if steps is None else steps), caches):
-        wait(device)
-        begin = time.perf_counter()
-        ids = work.inputs[:, step : step + 1]
-        if isinstance(cache, GraphedStaticCache):
-            logits = cache.decode(work.model, ids)[:, -1]
-        else:
-            logits = work.model(input_ids=ids, **pass_cache(cache)).logits[:, -1]
-        wait(device)
-        if step >= work.warm_up:
-            seconds.append(time.perf_counter() - begin)
-    return seconds, logits
 
 
 def check(work: Work) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from eval.shared import language_model
+from eval.shared.lm_tasks import make_task_manager
 from eval.shared.tables import make_parser, new_file, write
-from eval.sweep import make_task_manager
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import decode
 from qada_cache.criterion import score_moments

@@ -30,7 +30,6 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
 import qada_cache
-from eval import benchmark
 from eval.shared import tables, timing
 from eval.shared.workloads import Work, fill
 from qada_cache import QAdACache, restore_attention
@@ -44,7 +43,7 @@ REST = "the_rest"  # of it
 
 @torch.inference_mode()
 def profile(work: Work, cache: Cache) -> list[dict[str, float]]:
-    """As `benchmark.decode`: seconds of every step after the warm-up, under Python's profiler, in each of `PARTS`, in
+    """As `timing.decode`: seconds of every step after the warm-up, under Python's profiler, in each of `PARTS`, in
     `REST` and in all ("step"). C functions count for the Python function that calls them, as kernels do."""
     found, device = [], work.model.device
     for step in range(work.inputs.shape[1]):
@@ -77,13 +76,13 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
     make = functools.partial(QAdACache, work.model, threshold=0.0, **moments)
     for _ in range(rounds):
         restore_attention(work.model)
-        without += benchmark.decode(work, DynamicCache(config=config))[0]
-        dynamic += benchmark.decode(work, fill(DynamicCache(config=config), work))[0]
-        plain += benchmark.decode(work, fill(make(), work))[0]
+        without += timing.decode(work, DynamicCache(config=config))[0]
+        dynamic += timing.decode(work, fill(DynamicCache(config=config), work))[0]
+        plain += timing.decode(work, fill(make(), work))[0]
         several = [fill(make(), work) for _ in range(CACHES)]
         for index, cache in enumerate(several):
             cache.crop(-1 - index * work.tokens // 8)
-        in_turn += benchmark.decode(work, *several)[0]
+        in_turn += timing.decode(work, *several)[0]
         restore_attention(work.model)
         cache = fill(make(), work)
         ours += profile(work, cache)

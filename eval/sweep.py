@@ -10,24 +10,20 @@ Tasks must be generation tasks.
 """
 
 import argparse
-import atexit
 import itertools
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lm_eval
 import torch
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from eval.shared import language_model
+from eval.shared.lm_tasks import make_task_manager
 from eval.shared.selecting import check_selected
 from eval.shared.tables import make_parser, new_file, read, write
 from qada_cache import QAdACache, StaticHeads
@@ -126,28 +122,6 @@ class SweepLM(QAdALM):
         tokens, stats = self.kept[key][self.shown]
         self._count(stats)
         return tokens
-
-
-@cache
-def make_tokenizer_folder(model: str, gguf_file: str) -> str:
-    """One that this process keeps: RULER's own tasks load a tokenizer without the name of the GGUF file it is in."""
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    AutoTokenizer.from_pretrained(model, gguf_file=gguf_file).save_pretrained(folder.name)
-    return folder.name
-
-
-@cache
-def make_task_manager(
-    model: str, length: int, gguf_file: str | None = None, documents: int | None = None
-) -> TaskManager:
-    """lm-eval's index of tasks, slow to make; their metadata are a length, documents if given, and the tokenizer."""
-    metadata: dict[str, Any] = {"pretrained": model, "max_seq_lengths": [length]}
-    if gguf_file is not None:
-        metadata["tokenizer"] = make_tokenizer_folder(model, gguf_file)
-    if documents is not None:
-        metadata["documents"] = documents
-    return TaskManager(metadata=metadata)
 
 
 def evaluate(lm: SweepLM, task: str, length: int, limit: int | None) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from eval.shared.deciding import (
     summarize,
 )
 from eval.shared.language_model import DEFAULT, HELP, check_loading, find_hflm_source, label, load
+from eval.shared.lm_tasks import make_task_manager
 from eval.shared.peers import PEERS, Prefilled
 from eval.shared.selecting import check_selected, find_prefill_threshold, list_prompt_ways
 from eval.shared.tables import align, make_parser, new_file, read, write
@@ -66,7 +67,6 @@ from eval.shared.texts import (
     read_prose,
     read_task_documents,
 )
-from eval.sweep import make_task_manager
 from qada_cache import CacheStats, KeyMoments, QAdACache
 from qada_cache.key_moments.defaults import split_sources
 from qada_cache.machine import describe_machine

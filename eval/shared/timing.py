@@ -3,17 +3,21 @@
 import argparse
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared import tables
+from eval.shared.graphed import GraphedStaticCache
 from eval.shared.language_model import check_loading, label
-from eval.shared.workloads import MODEL_HELP, load
+from eval.shared.workloads import MODEL_HELP, Work, load
+from qada_cache.versions import pass_cache
 
 SIZE = 1 << 30  # bytes that are read: more than any processor's cache
 
@@ -70,6 +74,27 @@ def _measure_zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
     read = torch.zeros((), dtype=torch.int64, device=data.device)
     layer = Operands(near, near, keys, values, logit_threshold=0.0, bulk_read_bytes=read)
     return _measure_best(lambda: fused_decode(query, rows, layer), data.device, host.nbytes)
+
+
+@torch.inference_mode()
+def decode(work: Work, *caches: Cache, steps: int | None = None) -> tuple[list[float], Tensor]:
+    """Seconds of every timed step, and the last step's logits `[batch, vocabulary]`; `steps` is all of the inputs'.
+
+    Caches take turns, token by token.
+    """
+    seconds, device = [], work.model.device
+    for step, cache in itertools.product(range(work.inputs.shape[1] if steps is None else steps), caches):
+        wait(device)
+        begin = time.perf_counter()
+        ids = work.inputs[:, step : step + 1]
+        if isinstance(cache, GraphedStaticCache):
+            logits = cache.decode(work.model, ids)[:, -1]
+        else:
+            logits = work.model(input_ids=ids, **pass_cache(cache)).logits[:, -1]
+        wait(device)
+        if step >= work.warm_up:
+            seconds.append(time.perf_counter() - begin)
+    return seconds, logits
 
 
 class Peak:

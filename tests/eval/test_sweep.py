@@ -18,6 +18,7 @@ pytest.importorskip("lm_eval", reason="the commands run on lm-eval")
 import needle
 
 from eval import heads, sweep
+from eval.shared import lm_tasks
 from eval.shared.tables import read
 from qada_cache import KeyMoments, StaticHeads
 from qada_cache.attention import decode
@@ -41,11 +42,11 @@ def test_static_heads_from_the_oracle() -> None:
 def own_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The tests' tasks alone: the index of lm-eval's own takes seconds to make. No index outlives a test."""
     folder = Path(__file__).parents[1] / "lm_eval" / "tiny_tasks"
-    ours = functools.partial(sweep.TaskManager, include_path=[folder], include_defaults=False)
-    monkeypatch.setattr(sweep, "TaskManager", ours)
-    sweep.make_task_manager.cache_clear()
+    ours = functools.partial(lm_tasks.TaskManager, include_path=[folder], include_defaults=False)
+    monkeypatch.setattr(lm_tasks, "TaskManager", ours)
+    lm_tasks.make_task_manager.cache_clear()
     yield
-    sweep.make_task_manager.cache_clear()
+    lm_tasks.make_task_manager.cache_clear()
 
 
 @pytest.mark.usefixtures("own_tasks")
@@ -180,14 +181,14 @@ def test_tokenizer_of_a_gguf_file(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((where, gguf_file))
         return needle.load_tokenizer()
 
-    monkeypatch.setattr(sweep.AutoTokenizer, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(sweep, "TaskManager", lambda metadata: metadata)
+    monkeypatch.setattr(lm_tasks.AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(lm_tasks, "TaskManager", lambda metadata: metadata)
     for length in (600, 700):
-        told = sweep.make_task_manager("somewhere", length, "model.gguf")
+        told = lm_tasks.make_task_manager("somewhere", length, "model.gguf")
         assert (told["pretrained"], told["max_seq_lengths"]) == ("somewhere", [length])
     assert asked == [("somewhere", "model.gguf")]
     monkeypatch.undo()
-    sweep.make_task_manager.cache_clear()
+    lm_tasks.make_task_manager.cache_clear()
     found = AutoTokenizer.from_pretrained(told["tokenizer"])
     text = "The grass is green."
     assert found(text).input_ids == needle.load_tokenizer()(text).input_ids
