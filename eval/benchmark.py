@@ -1,6 +1,6 @@
 """Decoding speed at the byte limit, every method on the same work in one run: `python -m eval.benchmark`.
 
-    python -m eval.benchmark --model llama-3.2-1b --tokens 32768 --out eval/results
+    python -m eval.benchmark --model llama-3.2-1b --tokens 32768 --out eval/results/benchmark-llama-3.2-1b-cpu.csv
 
 Caches are filled with the same keys and values and decode the same tokens. A model given by its sizes has random
 weights and a random context; QAdACache then has a forced share f of its KV heads flagged, the same number in each layer
@@ -16,25 +16,21 @@ is named after it has torch's own choice, at lengths that it has not met.
 import argparse
 import contextlib
 import gc
-import itertools
 import os
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
 from eval.shared.counting import count_bus_bytes, count_held, count_read_bytes
-from eval.shared.graphed import GraphedStaticCache
-from eval.shared.tables import read
-from eval.shared.timing import Peak, load_model, make_timing_parser, measure_speeds, report, wait
+from eval.shared.tables import make_parser, read
+from eval.shared.timing import Peak, add_options, decode, load_model, measure_speeds, report
 from eval.shared.workloads import (
     CUDNN,
     RESIDENT_TOKENS,
@@ -47,7 +43,6 @@ from eval.shared.workloads import (
     list_methods,
 )
 from qada_cache import QAdACache, restore_attention
-from qada_cache.versions import pass_cache
 
 PREFIX = "QAdACache f="
 OWN = {"QAdACache tokens=0.05": "--", "QAdACache": "--", "QAdACache, whole heads": "-."}
@@ -101,27 +96,6 @@ def draw(table: Path) -> None:
     figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2 * len(panels))
     note = "{model}, {dtype}; {machine}".format(**rows[0])
     write(table.parent, table.stem, figure, textwrap.fill(note, 70 * len(panels)))
-
-
-@torch.inference_mode()
-def decode(work: Work, *caches: Cache, steps: int | None = None) -> tuple[list[float], Tensor]:
-    """Seconds of every timed step, and the last step's logits `[batch, vocabulary]`; `steps` is all of the inputs'.
-
-    Caches take turns, token by token.
-    """
-    seconds, device = [], work.model.device
-    for step, cache in itertools.product(range(work.inputs.shape[1] if steps is None else steps), caches):
-        wait(device)
-        begin = time.perf_counter()
-        ids = work.inputs[:, step : step + 1]
-        if isinstance(cache, GraphedStaticCache):
-            logits = cache.decode(work.model, ids)[:, -1]
-        else:
-            logits = work.model(input_ids=ids, **pass_cache(cache)).logits[:, -1]
-        wait(device)
-        if step >= work.warm_up:
-            seconds.append(time.perf_counter() - begin)
-    return seconds, logits
 
 
 def check(work: Work) -> None:
@@ -258,8 +232,8 @@ def shape(text: str) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = make_timing_parser("benchmark", __doc__ or "", table="benchmark-MODEL-DEVICE.csv and .png")
-    add = parser.add_argument
+    parser = make_parser("benchmark", __doc__)
+    add = add_options(parser)
     add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
         help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
     add("--steps", type=int, default=8, help="tokens timed a round (default: %(default)s)")
@@ -272,7 +246,6 @@ def main(arguments: list[str] | None = None) -> int:
     speed = {f"{name}_gb_per_s": f"{value / 1e9:.1f}" for name, value in measured.items()}
     print(f"memory: {speed}")
     kernels = os.environ.get("QADA_KERNELS", "auto")
-    name = "benchmark" if kernels == "auto" else f"benchmark-{kernels}"
     rows = []
     for tokens, batch in options.tokens:
         try:
@@ -283,10 +256,10 @@ def main(arguments: list[str] | None = None) -> int:
         check(work)
         rows += measure(work, made, options.rounds, measured["read"])
         del work, made
-        table = report(options, rows, name, kernels=kernels, **speed)  # a run may be cut off in the next length
-    if table:
+        report(options, rows, kernels=kernels, **speed)  # a run may be cut off in the next length
+    if options.out:
         with contextlib.suppress(ImportError):  # no picture without matplotlib
-            draw(table)
+            draw(options.out)
     return 0
 
 

@@ -2,9 +2,9 @@
 
 By default SmolLM2-135M-Instruct reads a part of the Python language reference in which facts were planted, and is asked
 about them in several turns, four times: with transformers' DynamicCache, with sinks and window only, and with
-QAdACache, whose heads read what matters of the long context, or, as in the paper, all of it. Prints every answer, what
-each cache read and holds, and draws which tokens each head read for one answer. Exits with 1 if QAdACache misses a
-planted fact that DynamicCache answers. Nothing is precomputed.
+QAdACache, whose heads read what matters of the long context, or, as in the paper, all of it. Prints every answer, and
+what each cache read and holds. Exits with 1 if QAdACache misses a planted fact that DynamicCache answers. Nothing is
+precomputed. `qada report` shows which tokens an answer read.
 """
 
 import argparse
@@ -19,9 +19,9 @@ import transformers
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from eval.shared import conversation, language_model, read_map
+from eval.shared import conversation, language_model
 from eval.shared.conversation import Form, Told, converse, fit
-from eval.shared.tables import align, new_file, write
+from eval.shared.tables import align, make_parser, new_file, write
 from eval.shared.texts import ABOUT_THE_REFERENCE, Turn, draw_facts, read_reference
 from qada_cache import QAdACache, restore_attention
 from qada_cache.machine import describe_machine
@@ -157,7 +157,7 @@ _fraction.__name__, _count.__name__ = "share (a number in [0, 1])", "count (a wh
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__.split("\n\n")[0])
+    parser = make_parser("demo", __doc__)
     add = parser.add_argument
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="(default: %(default)s)")
@@ -170,7 +170,6 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--threshold", type=_fraction, help="QAdACache's (default: its own)")
     add("--seed", type=int, default=0, help="of the planted facts (default: %(default)s)")
     add("--out", type=new_file, help="CSV file to write the table to as well")
-    add("--picture", type=new_file, default=Path("demo.png"), help="PNG file of what was read (default: %(default)s)")
     return parser
 
 
@@ -221,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     show_setting(model, options, form, len(opening), made[OURS]())  # type: ignore[arg-type]  # the one that is ours
     if options.document and cut:
         show(f"The document was cut: {room} tokens is {'what --tokens asks for' if options.tokens else 'what fits'}.")
-    told, ours = run(model, form, opening, turns, made, options)
+    told = run(model, form, opening, turns, made, options)
     show_answers(turns, told, shown)
     rows = make_table(turns, told)
     print(f"\n{align(rows)}\n")
@@ -240,8 +239,6 @@ def main(arguments: list[str] | None = None) -> int:
             seed=options.seed,
             machine=describe_machine(),
         )
-    read_map.draw(model, form, opening, turns, ours, name=_shorten_name(options), path=options.picture)
-    show(f"Which tokens each KV head read for one answer: {options.picture}")
     _, lost = judge(turns, told)
     if lost:
         print(f"\nFAILED: QAdACache missed {len(lost)} that DynamicCache answers:", *lost, sep="\n  ")
@@ -266,8 +263,8 @@ def _find_room(
 
 def run(
     model: PreTrainedModel, form: Form, opening: list[int], turns: list[Turn], made: Caches, options: argparse.Namespace
-) -> tuple[dict[str, Told], QAdACache]:
-    """Every method's chat, one after the other; and the cache of QAdACache's."""
+) -> dict[str, Told]:
+    """Every method's chat, one after the other."""
     told = {}
     with tqdm(
         total=2 * len(made) * (1 + len(turns)), unit="step", bar_format="{percentage:3.0f}%|{bar:30}| {desc}"
@@ -283,11 +280,9 @@ def run(
             converse(model, form, opening[:WARM_UP_TOKENS], turns, make(), new_tokens=2, tell=tell)
         for method, make in made.items():
             restore_attention(model)  # DynamicCache is to run without ours before the model's own
-            cache = make()
-            told[method] = converse(model, form, opening, turns, cache, new_tokens=options.new_tokens, tell=tell)
+            told[method] = converse(model, form, opening, turns, make(), new_tokens=options.new_tokens, tell=tell)
         bar.set_description_str("done")
-    assert isinstance(cache, QAdACache)  # the last of the four is ours
-    return told, cache
+    return told
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Every model type is built with few and small layers and random weights, each in 
 its logits have to be those of `DynamicCache`, over a prompt, a second turn and single tokens.
 """
 
-import argparse
 import logging
 import multiprocessing
 import re
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
-from eval.shared.tables import align, new_file, write
+from eval.shared.tables import align, make_parser, new_file, write
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
@@ -187,7 +186,7 @@ def judge_within(seconds: float, model_type: str) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m eval.families", description=__doc__.split("\n\n")[0])
+    parser = make_parser("families", __doc__)
     add = parser.add_argument
     add("--types", nargs="+", metavar="TYPE", default=sorted(TYPES), help="model types (default: all)")
     add("--seconds", type=float, default=60, help="that a model type may take (default: %(default)s)")

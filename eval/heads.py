@@ -7,7 +7,6 @@ the true `log A_bulk`, and eq. 7's estimate of it by each kind of key moments; a
 what the estimate by the prompt's own moments would miss if scores really were independent and Gaussian.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 
 from eval.shared import language_model
-from eval.shared.tables import new_file, write
-from eval.sweep import make_task_manager
+from eval.shared.lm_tasks import make_task_manager
+from eval.shared.tables import make_parser, new_file, write
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import decode
 from qada_cache.criterion import score_moments
@@ -107,7 +106,7 @@ class RecordingLM(QAdALM):
 
 def main(arguments: list[str] | None = None) -> int:
     """Record; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m eval.heads", description=__doc__.split("\n\n")[0])
+    parser = make_parser("heads", __doc__)
     add = parser.add_argument
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
     add("--tasks", nargs="+", default=["prose_niah", "prose_fwe"], help="of lm-eval, generating (default: %(default)s)")

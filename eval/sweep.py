@@ -6,28 +6,26 @@
 Criteria x thresholds x moments x group rules x tasks x lengths, in one tidy table, a row for each. A prompt is read
 once for each `--prefill` and `--bits`, and all that is left to measure of its task and length answers it from a copy of
 that state. Rows that the table holds already are not measured again, so a sweep may be interrupted, and widened later.
-Tasks must be generation tasks; RULER's own need a folder with a tokenizer, which `python -m eval.convert` makes of a
-GGUF file.
+Tasks must be generation tasks.
 """
 
 import argparse
 import itertools
 import sys
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lm_eval
 import torch
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from torch import Tensor
 from tqdm import tqdm
 
 from eval.shared import language_model
+from eval.shared.lm_tasks import make_task_manager
 from eval.shared.selecting import check_selected
-from eval.shared.tables import new_file, read, write
+from eval.shared.tables import make_parser, new_file, read, write
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.key_moments.defaults import DEFAULT_MOMENTS
@@ -126,19 +124,6 @@ class SweepLM(QAdALM):
         return tokens
 
 
-@cache
-def make_task_manager(
-    model: str, length: int, gguf_file: str | None = None, documents: int | None = None
-) -> TaskManager:
-    """lm-eval's index of tasks, slow to make; their metadata are a length, documents if given, and the tokenizer."""
-    metadata: dict[str, Any] = {"pretrained": model, "max_seq_lengths": [length]}
-    if gguf_file is not None:
-        metadata["gguf_file"] = gguf_file
-    if documents is not None:
-        metadata["documents"] = documents
-    return TaskManager(metadata=metadata)
-
-
 def evaluate(lm: SweepLM, task: str, length: int, limit: int | None) -> dict[str, Any]:
     """lm-eval's results for the variant shown: score, and what the caches did."""
     results = lm_eval.simple_evaluate(
@@ -234,7 +219,7 @@ def _find_reading(row: dict[str, str]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the sweep; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m eval.sweep", description=__doc__.split("\n\n")[0])
+    parser = make_parser("sweep", __doc__)
     add = parser.add_argument
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
     add("--tasks", nargs="+", default=["prose_niah"], help="lm-eval generation tasks (default: %(default)s)")

@@ -3,11 +3,9 @@
 # Tables of trials and sweeps resume: `make` adds the rows that are missing.
 # `--own` lists a threshold of 0.3, too, since the tables of bits/ were made; the others lack its rows.
 QWEN ?= qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
-SMOLLM2_FOLDER := $(VENV)/smollm2
 TABLES := eval/results
 EVAL := $(RUN) -m eval
 OUT = --out $(TABLES)/$(@:tables/%=%)
-INTO = --out $(patsubst %/,%,$(dir $(TABLES)/$(@:tables/%=%)))
 RULER := prose_niah prose_niah_multikey_4 prose_niah_multivalue prose_niah_multiquery prose_vt prose_cwe prose_fwe prose_icl
 NEEDLES := prose_niah prose_niah_multikey_4
 SELECTED := --prefill 0 12 --question dense sparse
@@ -28,8 +26,7 @@ tables/trials.csv:
 	$(EVAL).trials --few --lengths 1024 7168 --documents 8 $(OUT)
 	$(EVAL).trials --few --tasks $(NEEDLES) --lengths 4096 --documents 64 $(OUT)
 	$(EVAL).trials --tasks prose_niah --lengths 2048 --documents 5 $(OUT)
-	test -d $(SMOLLM2_FOLDER) || $(EVAL).convert --out $(SMOLLM2_FOLDER)  # RULER's own tasks take no GGUF file
-	$(EVAL).trials --model $(SMOLLM2_FOLDER) --tasks niah_single_1 --lengths 2048 --documents 12 $(OUT)
+	$(EVAL).trials --tasks niah_single_1 --lengths 2048 --documents 12 $(OUT)
 
 tables/trials-qwen2.5-coder-0.5b.csv:
 	$(EVAL).trials --model $(QWEN) --few --lengths 3072 --documents 8 $(OUT)
@@ -86,10 +83,10 @@ tables/prefill/ruler-qwen2.5-coder-0.5b.csv:
 	$(EVAL).sweep --model $(QWEN) $(FEW_BITS) --bits 4 --limit 1 $(OUT)
 
 tables/rungs-smollm2.csv:
-	$(EVAL).rungs $(OUT)
+	$(EVAL).codes rungs $(OUT)
 
 tables/rungs-qwen2.5-coder-0.5b.csv:
-	$(EVAL).rungs --model $(QWEN) $(OUT)
+	$(EVAL).codes rungs --model $(QWEN) $(OUT)
 
 tables/ruler-smollm2.csv:
 	$(EVAL).sweep --tasks $(RULER) --lengths 4096 --limit 4 --tokens --thresholds --static $(OUT)
@@ -111,8 +108,8 @@ tables/heads.csv:
 	$(EVAL).heads --tasks prose_niah prose_icl --lengths 2048 --limit 2 $(OUT)
 
 tables/energies.csv:
-	$(EVAL).energies $(OUT)
-	$(EVAL).energies --model $(QWEN) $(OUT)
+	$(EVAL).codes energies $(OUT)
+	$(EVAL).codes energies --model $(QWEN) $(OUT)
 
 tables/demo.csv:  # before bulks had 8 bits by default
 	$(EVAL).demo $(OUT)
@@ -131,19 +128,19 @@ tables/families.csv:
 
 # Speed: docs/speed.md.
 tables/benchmark-llama-3.2-1b-cpu.csv:
-	$(EVAL).benchmark --tokens 131072 32768 8192 --steps 6 --rounds 2 $(INTO)
+	$(EVAL).benchmark --tokens 131072 32768 8192 --steps 6 --rounds 2 $(OUT)
 
 tables/rows8/benchmark-llama-3.2-1b-cpu.csv:
-	$(EVAL).benchmark --tokens 8192x8 --steps 6 --rounds 6 $(INTO)
+	$(EVAL).benchmark --tokens 8192x8 --steps 6 --rounds 6 $(OUT)
 
 tables/bits/benchmark-llama-3.2-1b-cpu.csv:
-	$(EVAL).benchmark --tokens 32768 8192 --steps 6 --rounds 2 $(INTO)
+	$(EVAL).benchmark --tokens 32768 8192 --steps 6 --rounds 2 $(OUT)
 
 tables/benchmark-smollm2-cpu.csv:
-	$(EVAL).benchmark --model smollm2 --dtype float32 --tokens 4096 --steps 6 --rounds 2 $(INTO)
+	$(EVAL).benchmark --model smollm2 --dtype float32 --tokens 4096 --steps 6 --rounds 2 $(OUT)
 
 tables/benchmark-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).benchmark --model $(QWEN) --dtype float32 --tokens 16384 --steps 6 --rounds 2 $(INTO)
+	$(EVAL).benchmark --model $(QWEN) --dtype float32 --tokens 16384 --steps 6 --rounds 2 $(OUT)
 
 # On a GPU: `make gpu` runs its tests first.
 TIMED_ON_GPU := "DynamicCache, cuDNN attention" "DynamicCache, offloading" "StaticCache, CUDA graph" "QAdACache f=0.1" \
@@ -151,105 +148,99 @@ TIMED_ON_GPU := "DynamicCache, cuDNN attention" "DynamicCache, offloading" "Stat
 	"QAdACache resident tokens=0.05" "QAdACache resident tokens=0.05, CUDA graph"
 
 tables/benchmark-llama-3-8b-cuda.csv:
-	$(EVAL).benchmark --model llama-3-8b --device cuda --tokens 32768 --steps 136 --rounds 1 --methods $(TIMED_ON_GPU) $(INTO)
+	$(EVAL).benchmark --model llama-3-8b --device cuda --tokens 32768 --steps 136 --rounds 1 --methods $(TIMED_ON_GPU) $(OUT)
 
 tables/first_token-llama-3-8b-cuda.csv:
-	$(EVAL).first_token --model llama-3-8b --device cuda --tokens 8192 32768 --rounds 2 $(INTO)
+	$(EVAL).latency prompt --model llama-3-8b --device cuda --tokens 8192 32768 --rounds 2 $(OUT)
 
 tables/turns-llama-3-8b-cuda.csv:
-	$(EVAL).turns --model llama-3-8b --device cuda --tokens 8192 --turns 1 4 16 64 112 128 512 $(INTO)
+	$(EVAL).latency turns --model llama-3-8b --device cuda --tokens 8192 --turns 1 4 16 64 112 128 512 $(OUT)
 
 tables/medians.csv:
-	$(EVAL).regressions --record
+	$(EVAL).figures compare --record
 
 tables/first_token-smollm2-cpu.csv:
-	$(EVAL).first_token --model smollm2 --dtype float32 --tokens 4096 --rounds 2 $(INTO)
+	$(EVAL).latency prompt --model smollm2 --dtype float32 --tokens 4096 --rounds 2 $(OUT)
 
 tables/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).first_token --model $(QWEN) --dtype float32 --tokens 4096 --rounds 2 $(INTO)
+	$(EVAL).latency prompt --model $(QWEN) --dtype float32 --tokens 4096 --rounds 2 $(OUT)
 
 tables/bfloat16/first_token-smollm2-cpu.csv:
-	$(EVAL).first_token --model smollm2 --tokens 4096 7000 --prefill 12 --rounds 2 $(INTO)
+	$(EVAL).latency prompt --model smollm2 --tokens 4096 7000 --prefill 12 --rounds 2 $(OUT)
 
 tables/bfloat16/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).first_token --model $(QWEN) --tokens 4096 8192 16384 32768 --prefill 12 --rounds 1 $(INTO)
+	$(EVAL).latency prompt --model $(QWEN) --tokens 4096 8192 16384 32768 --prefill 12 --rounds 1 $(OUT)
 
 tables/alone/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).first_token --model $(QWEN) --tokens 16384 --prefill 12 --rounds 2 $(INTO)
+	$(EVAL).latency prompt --model $(QWEN) --tokens 16384 --prefill 12 --rounds 2 $(OUT)
 
 tables/turns-smollm2-cpu.csv:
-	$(EVAL).turns --model smollm2 --tokens 4000 --turns 4 16 64 112 128 512 $(INTO)
+	$(EVAL).latency turns --model smollm2 --tokens 4000 --turns 4 16 64 112 128 512 $(OUT)
 
 tables/turns-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).turns --model $(QWEN) --tokens 8192 --turns 4 16 64 112 128 512 $(INTO)
+	$(EVAL).latency turns --model $(QWEN) --tokens 8192 --turns 4 16 64 112 128 512 $(OUT)
 
 tables/prompt_rate.csv:
-	$(EVAL).prompt_rate --tokens 8192 16384 --dims 64 128 --rounds 2 $(OUT)
+	$(EVAL).prompts rate --tokens 8192 16384 --dims 64 128 --rounds 2 $(OUT)
 
 tables/prompt_loss-smollm2.csv:
-	$(EVAL).prompt_loss --dtype float32 --tokens 7000 --documents 1 --thresholds 4.4 12 30 $(OUT)
+	$(EVAL).prompts loss --dtype float32 --tokens 7000 --documents 1 --thresholds 4.4 12 30 $(OUT)
 
 tables/prompt_loss-qwen2.5-coder-0.5b.csv:
-	$(EVAL).prompt_loss --model $(QWEN) --dtype bfloat16 --tokens 16384 --documents 1 --thresholds 12 $(OUT)
+	$(EVAL).prompts loss --model $(QWEN) --dtype bfloat16 --tokens 16384 --documents 1 --thresholds 12 $(OUT)
 
 tables/long/prompt_loss-qwen2.5-coder-0.5b.csv:
-	$(EVAL).prompt_loss --model $(QWEN) --dtype bfloat16 --tokens 32768 --documents 1 --thresholds 12 $(OUT)
+	$(EVAL).prompts loss --model $(QWEN) --dtype bfloat16 --tokens 32768 --documents 1 --thresholds 12 $(OUT)
 
 tables/step_overhead-small-cpu.csv:
-	$(EVAL).step_overhead --model small --dtype float32 --tokens 2000 --rounds 24 $(INTO)
+	$(EVAL).overhead step --model small --dtype float32 --tokens 2000 --rounds 24 $(OUT)
 
 tables/step_overhead-llama-3.2-1b-cpu.csv:
-	$(EVAL).step_overhead --tokens 2048 8192 32768 131072 $(INTO)
+	$(EVAL).overhead step --tokens 2048 8192 32768 131072 $(OUT)
 
 # Memory, files and what grows: docs/memory.md, docs/cache-files.md, docs/prefix-store.md.
 tables/memory-smollm2.csv:
-	$(EVAL).memory --model smollm2 --tokens 7500 --dtype bfloat16 $(OUT)
+	$(EVAL).memory held --model smollm2 --tokens 7500 --dtype bfloat16 $(OUT)
 
 tables/memory-qwen2.5-coder-0.5b.csv:
-	$(EVAL).memory --model $(QWEN) --tokens 16000 --dtype bfloat16 $(OUT)
+	$(EVAL).memory held --model $(QWEN) --tokens 16000 --dtype bfloat16 $(OUT)
 
 tables/chunks/memory-qwen2.5-coder-0.5b.csv:
-	$(EVAL).memory --model $(QWEN) --tokens 16000 --dtype bfloat16 --chunk 1024 $(OUT)
+	$(EVAL).memory held --model $(QWEN) --tokens 16000 --dtype bfloat16 --chunk 1024 $(OUT)
 
 tables/float32/memory-smollm2.csv:
-	$(EVAL).memory --model smollm2 --tokens 7500 --dtype float32 $(OUT)
+	$(EVAL).memory held --model smollm2 --tokens 7500 --dtype float32 $(OUT)
 
 tables/chunks/memory-smollm2.csv:
-	$(EVAL).memory --model smollm2 --tokens 7500 --dtype bfloat16 --chunk 1024 $(OUT)
-
-tables/gpu_plan.csv:
-	$(EVAL).gpu_plan $(OUT)
-
-tables/gpu_plan-assumptions.csv:
-	$(EVAL).gpu_plan --assumptions $(OUT)
+	$(EVAL).memory held --model smollm2 --tokens 7500 --dtype bfloat16 --chunk 1024 $(OUT)
 
 tables/triton-resources.csv:
 	$(EVAL).triton_resources $(OUT)
 
 tables/launch_time.csv:
-	$(EVAL).launch_time $(OUT)
+	$(EVAL).overhead launch $(OUT)
 
 tables/prefix_reuse.csv:
-	$(EVAL).prefix_reuse --tokens 7500 $(OUT)
+	$(EVAL).reuse copies --tokens 7500 $(OUT)
 
 tables/prefix_reuse-qwen2.5-coder-0.5b.csv:
-	$(EVAL).prefix_reuse --model $(QWEN) --tokens 7500 $(OUT)
+	$(EVAL).reuse copies --model $(QWEN) --tokens 7500 $(OUT)
 
 tables/restart-smollm2.csv:
-	$(EVAL).restart --model smollm2 --rounds 1 $(OUT)
+	$(EVAL).reuse restart --model smollm2 --rounds 1 $(OUT)
 
 tables/restart-qwen2.5-coder-0.5b.csv:
-	$(EVAL).restart --model $(QWEN) --rounds 1 $(OUT)
+	$(EVAL).reuse restart --model $(QWEN) --rounds 1 $(OUT)
 
 tables/soak-tiny-cpu.csv:
-	$(EVAL).soak --model tiny --tokens 20000 --dtype float32 $(INTO)
+	$(EVAL).memory soak --model tiny --tokens 20000 --dtype float32 $(OUT)
 
 tables/soak-smollm2-cpu.csv:
-	$(EVAL).soak --model smollm2 --tokens 2000 --dtype float32 $(INTO)
+	$(EVAL).memory soak --model smollm2 --tokens 2000 --dtype float32 $(OUT)
 
 tables/soak-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).soak --model $(QWEN) --tokens 2000 --dtype float32 $(INTO)
+	$(EVAL).memory soak --model $(QWEN) --tokens 2000 --dtype float32 $(OUT)
 
 # Drawn and summed up from those of trials, sweeps and heads: docs/measuring.md.
 tables/trials_summary.csv tables/log_error.csv:
-	$(EVAL).figures
+	$(EVAL).figures draw

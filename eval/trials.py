@@ -45,15 +45,17 @@ from eval.shared.deciding import (
     list_few_ways,
     list_peer_ways,
     list_token_ways,
+    make_exact_cache,
     prefill,
     put_own_answer,
     split,
     summarize,
 )
 from eval.shared.language_model import DEFAULT, HELP, check_loading, find_hflm_source, label, load
+from eval.shared.lm_tasks import make_task_manager
 from eval.shared.peers import PEERS, Prefilled
 from eval.shared.selecting import check_selected, find_prefill_threshold, list_prompt_ways
-from eval.shared.tables import align, new_file, read, write
+from eval.shared.tables import align, make_parser, new_file, read, write
 from eval.shared.texts import (
     CHAT,
     CODE,
@@ -65,7 +67,6 @@ from eval.shared.texts import (
     read_prose,
     read_task_documents,
 )
-from eval.sweep import make_task_manager
 from qada_cache import CacheStats, KeyMoments, QAdACache
 from qada_cache.key_moments.defaults import split_sources
 from qada_cache.machine import describe_machine
@@ -93,11 +94,6 @@ def make_cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]
     current, other = split_sources(way.moments)
     moments = known[str(other)] if other else "current"
     return options | {"moments": ("current", moments) if current and other else moments}
-
-
-def make_exact_cache(model: PreTrainedModel, **options: Any) -> QAdACache:
-    """One that reads everything, and from which forks of all ways can go on; `options` say what it holds."""
-    return QAdACache(model, **{"moments": "current", **options, "token_threshold": 0.0, "threshold": 1.0})
 
 
 def run_trial(
@@ -210,7 +206,7 @@ def ask_as(document: Document, protocols: list[str]) -> list[Document]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Try; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m eval.trials", description=__doc__.split("\n\n")[0])
+    parser = make_parser("trials", __doc__)
     add = parser.add_argument
     add("--model", default=DEFAULT, help=HELP)
     tasks = f"{PROSE}, {CODE}, {CHAT}, lm-eval tasks of one answer (default: {PROSE})"

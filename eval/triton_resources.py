@@ -6,30 +6,18 @@ bytes of a thread, bytes of shared memory of a program, and the instructions of 
 often it runs. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
 """
 
-import argparse
+import itertools
 import sys
 from typing import Any
 
 import torch
 
-from eval.shared.compiling import Compiled, Recorder, Step
-from eval.shared.tables import align, new_file, write
+from eval.shared.compiling import SKETCHES, Compiled, Recorder, Step
+from eval.shared.tables import align, make_parser, new_file, write
 
 ARCHITECTURES = (80, 90)
 SIZES = ((64, 3), (64, 7), (80, 8), (96, 4), (128, 1), (128, 4), (128, 8), (256, 2))  # dim, group
-SKETCHES = {"0": (0, 16), "1.5": (1.5, 16), "1.5+8": (1.5, 8), "1.5+4": (1.5, 4)}  # bits of the sketch and of the bulk
 CAPACITY = 40_000
-
-
-def record_launches(dim: int, group: int, bits: float, rung: int) -> list[Recorder]:
-    """Of a step in bfloat16 that counts its bytes."""
-    counted = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64, device="cpu")}
-    return Step(dim, dim, group, torch.bfloat16, CAPACITY, bits, rung, counted).record_launches()
-
-
-def record_storing(dim: int, bits: float, rung: int) -> list[Recorder]:
-    """Of tokens in bfloat16."""
-    return Step(dim, dim, 1, torch.bfloat16, CAPACITY, bits, rung).record_storing()
 
 
 def measure_resources(recorder: Recorder, dim: int, group: int | str, sketch: str, architecture: int) -> dict[str, Any]:
@@ -50,29 +38,28 @@ def measure_resources(recorder: Recorder, dim: int, group: int | str, sketch: st
 
 def main(argv: list[str] | None = None) -> int:
     """Compile, print and write the table."""
-    parser = argparse.ArgumentParser(prog="python -m eval.triton_resources", description=__doc__)
-    parser.add_argument("--out", type=new_file, help="write the table here, as CSV")
-    parser.add_argument("--dims", type=int, nargs="+", help="only heads of so many channels")
-    parser.add_argument("--sketches", nargs="+", choices=SKETCHES, default=list(SKETCHES), help="only these")
-    parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, help="80 is capability 8.0")
+    parser = make_parser("triton_resources", __doc__)
+    add = parser.add_argument
+    add("--dims", type=int, nargs="+", help="only heads of so many channels")
+    add("--sketches", nargs="+", choices=SKETCHES, default=list(SKETCHES), help="only these")
+    add("--architectures", type=int, nargs="+", default=ARCHITECTURES, help="80 is capability 8.0")
+    add("--out", type=new_file, help="CSV table to write")
     args = parser.parse_args(argv)
-    rows = [
-        measure_resources(recorder, *size, sketch, architecture)
-        for size in SIZES
-        if args.dims is None or size[0] in args.dims
-        for sketch in args.sketches
-        for recorder in record_launches(*size, *SKETCHES[sketch])
-        for architecture in args.architectures
-    ]
-    rows += [
-        measure_resources(recorder, dim, "", sketch, architecture)
-        for dim in sorted({dim for dim, _ in SIZES})
-        if args.dims is None or dim in args.dims
-        for sketch in args.sketches
-        if SKETCHES[sketch][0]
-        for recorder in record_storing(dim, *SKETCHES[sketch])
-        for architecture in args.architectures
-    ]
+    sizes = [size for size in SIZES if args.dims is None or size[0] in args.dims]
+
+    def measure(dim: int, group: int | str, sketch: str, recorders: list[Recorder]) -> list[dict[str, Any]]:
+        pairs = itertools.product(recorders, args.architectures)
+        return [measure_resources(recorder, dim, group, sketch, architecture) for recorder, architecture in pairs]
+
+    rows = []
+    for (dim, group), sketch in itertools.product(sizes, args.sketches):
+        counted = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64, device="cpu")}
+        step = Step(dim, dim, group, torch.bfloat16, CAPACITY, *SKETCHES[sketch], counted)
+        rows += measure(dim, group, sketch, step.record_launches())
+    for dim, sketch in itertools.product(sorted({dim for dim, _ in sizes}), args.sketches):
+        if SKETCHES[sketch][0]:
+            stored = Step(dim, dim, 1, torch.bfloat16, CAPACITY, *SKETCHES[sketch])
+            rows += measure(dim, "", sketch, stored.record_storing())
     print(align(rows))
     if args.out is not None:
         write(args.out, rows)

@@ -1,6 +1,8 @@
 """Settings every test runs under."""
 
+import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -95,6 +97,17 @@ def earlier_kernels(request: pytest.FixtureRequest, cache_folder: Path) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(building, "_load", load_any)
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: searching it for garbage takes a third of a second, each time that a test asks for it.
+    And lm-eval, where a test has imported it, describes no machine: it starts a dozen processes for every result."""
+    gc.collect()
+    gc.freeze()
+    if "lm_eval" in sys.modules:
+        from lm_eval import evaluator
+
+        evaluator.add_env_info = lambda _: None
 
 
 def list_kernels(folder: Path) -> set[str]:

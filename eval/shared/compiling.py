@@ -32,6 +32,7 @@ STORING = {coding: ("describe_kernel", "code_kernel", "scale_kernel"), deriving:
 RECORDING = {recording: ("record_kernel",)}
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
 OPTIONS = ("num_stages", "num_warps", "maxnreg")  # of a launch, for the compiler alone
+SKETCHES = {"0": (0, 16), "1.5": (1.5, 16), "1.5+8": (1.5, 8), "1.5+4": (1.5, 4)}  # bits of the sketch and of the bulk
 COLUMNS, BATCH, KV_HEADS = 70, 2, 2
 
 

@@ -2,15 +2,13 @@
 
 import re
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
+from eval.shared.language_model import Clock
 from eval.shared.texts import CHAT, SPARSE, Document, Turn, draw_facts, plant, read_reference
 from qada_cache import QAdACache
 from qada_cache.stats import CacheStats, count_layer_bytes
@@ -64,13 +62,6 @@ class Form:
     def make_opening(self, document: str) -> list[int]:
         """Token ids of everything before the first question."""
         return self._encode(self._opening.replace(_DOCUMENT, document), begins=True)
-
-    def find_token(self, part: str, ids: list[int]) -> int | None:
-        """Which of the tokens `ids` begins `part`; None if a tokenizer without its words has lost it."""
-        at = self.tokenizer.decode(ids).find(part)
-        if at < 0:
-            return None
-        return bisect_right(range(len(ids)), at, key=lambda count: len(self.tokenizer.decode(ids[:count]))) - 1
 
     def make_turn(self, turn: Turn, *, after: int | None) -> list[int]:
         """Token ids from the end of the last answer to where the next is to go on.
@@ -165,19 +156,6 @@ class Told:
     stats: CacheStats | None = None
 
 
-class _Clock(BaseStreamer):
-    """When each generated token was there, as seen from the host, which has to wait for it."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
 @torch.no_grad()
 def converse(
     model: PreTrainedModel,
@@ -213,7 +191,7 @@ def converse(
         tell(turn.question)
         asked = form.make_turn(turn, after=None if index == 0 else int(ids[0, -1]))
         ids = torch.cat([ids, torch.tensor([asked], device=model.device)], dim=-1)
-        clock = _Clock()
+        clock = Clock()
         # The attention mask says that every token is real. Of the ids, the model reads those the cache does not hold:
         # the question, and before it the last token of the answer before.
         output = model.generate(
@@ -231,7 +209,7 @@ def converse(
         ids = output
         told.answers.append(form.tokenizer.decode(answer, skip_special_tokens=True).strip())
         told.generated += len(answer)
-        first, last = clock.times[1], clock.times[-1]  # the first of all times is that of the prompt
+        first, last = clock.times[1], clock.times[-1]
         told.decode_seconds += last - first
         told.decoded += len(answer) - 1
     told.read = cache.get_seq_length()

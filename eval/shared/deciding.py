@@ -203,6 +203,11 @@ def limit_reading(model: PreTrainedModel, tokens: str, *, sinks: int, window: in
         attention_table.displace(read_some)
 
 
+def make_exact_cache(model: PreTrainedModel, **options: Any) -> QAdACache:
+    """One that reads everything, and from which forks of all ways can go on; `options` say what it holds."""
+    return QAdACache(model, **{"moments": "current", **options, "token_threshold": 0.0, "threshold": 1.0})
+
+
 @torch.no_grad()
 def prefill(model: PreTrainedModel, document: Document, cache: DynamicCache) -> None:
     """Read what `cache` lacks of the text, exactly."""

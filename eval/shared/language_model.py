@@ -7,6 +7,7 @@ It is installed by `make`, so that a real language model is there without a mode
 import argparse
 import contextlib
 import importlib.util
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from qada_cache.versions import pass_cache
 
@@ -66,6 +68,20 @@ def check_loading(parser: argparse.ArgumentParser) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
         parser.error(f"--model: {shorten(str(error), 400)}")
+
+
+class Clock(BaseStreamer):
+    """When each token was there, as seen from the host, which has to wait for it; the first time is the prompt's."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """As `generate` calls it: with the prompt, then with each token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to do."""
 
 
 def answer(model: PreTrainedModel, ids: Tensor, cache: Cache, tokens: int, **more: Any) -> Tensor:

@@ -18,6 +18,11 @@ def new_file(path: str) -> Path:
     return found
 
 
+def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """That of `python -m eval.NAME`, whose docstring is `doc`."""
+    return argparse.ArgumentParser(prog=f"python -m eval.{name}", description=(doc or "").split("\n\n")[0])
+
+
 def read(path: Path) -> Rows:
     """The rows of a table that was written."""
     with path.open(encoding="utf-8") as file:

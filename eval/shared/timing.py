@@ -3,18 +3,21 @@
 import argparse
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.shared import tables
+from eval.shared.graphed import GraphedStaticCache
 from eval.shared.language_model import check_loading, label
-from eval.shared.tables import align, write
-from eval.shared.workloads import MODEL_HELP, load
-from qada_cache.machine import describe_machine
+from eval.shared.workloads import MODEL_HELP, Work, load
+from qada_cache.versions import pass_cache
 
 SIZE = 1 << 30  # bytes that are read: more than any processor's cache
 
@@ -73,6 +76,27 @@ def _measure_zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
     return _measure_best(lambda: fused_decode(query, rows, layer), data.device, host.nbytes)
 
 
+@torch.inference_mode()
+def decode(work: Work, *caches: Cache, steps: int | None = None) -> tuple[list[float], Tensor]:
+    """Seconds of every timed step, and the last step's logits `[batch, vocabulary]`; `steps` is all of the inputs'.
+
+    Caches take turns, token by token.
+    """
+    seconds, device = [], work.model.device
+    for step, cache in itertools.product(range(work.inputs.shape[1] if steps is None else steps), caches):
+        wait(device)
+        begin = time.perf_counter()
+        ids = work.inputs[:, step : step + 1]
+        if isinstance(cache, GraphedStaticCache):
+            logits = cache.decode(work.model, ids)[:, -1]
+        else:
+            logits = work.model(input_ids=ids, **pass_cache(cache)).logits[:, -1]
+        wait(device)
+        if step >= work.warm_up:
+            seconds.append(time.perf_counter() - begin)
+    return seconds, logits
+
+
 class Peak:
     """The most memory held since this was made, above what was held then: `device` and `host` in bytes.
 
@@ -108,41 +132,27 @@ class Peak:
         return self._read_highest() - self._resident if self._watched else 0
 
 
-def make_timing_parser(name: str, description: str, *, table: str) -> argparse.ArgumentParser:
-    """A parser for `python -m eval.NAME`; `table` is what `--out` says is written."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m eval.{name}", description=description.split("\n\n", maxsplit=1)[0]
-    )
+def add_options(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Give it the options that all these commands have; what adds more."""
     add = parser.add_argument
     add("--model", default="llama-3.2-1b", help=f"{MODEL_HELP} (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
-    add("--out", type=Path, help=f"folder to write {table} to")
-    return parser
+    add("--out", type=tables.new_file, help="CSV table to write")
+    return add
 
 
 def load_model(
     parser: argparse.ArgumentParser, options: argparse.Namespace, *, tokens: int
 ) -> tuple[PreTrainedModel, Callable, PreTrainedTokenizerBase | None]:
-    """As `workloads.load`, for contexts of up to `tokens` tokens; ends the program where options make no sense."""
-    if options.out and not options.out.is_dir():
-        parser.error(f"--out: there is no folder {options.out}")
+    """As `workloads.load`, for contexts of up to `tokens` tokens; ends the program where there is no such model."""
     dtype, device = getattr(torch, options.dtype), torch.device(options.device)
     with check_loading(parser):
         return load(options.model, dtype=dtype, device=device, positions=tokens + 1024)
 
 
-def report(options: argparse.Namespace, rows: list[dict[str, Any]], name: str, **everywhere: object) -> Path | None:
-    """Print the table, and write it to `NAME-MODEL-DEVICE.csv` if a folder was given: the file, else None.
-
-    `everywhere` are columns with the same value in all rows, beside those that every table has.
-    """
-    print(f"{describe_machine()}; {torch.get_num_threads()} threads")
-    print(align(rows))
-    if not options.out:
-        return None
-    path = options.out / f"{name}-{Path(options.model).name}-{torch.device(options.device).type}.csv"
-    shared = {"seed": options.seed, "threads": torch.get_num_threads(), "machine": describe_machine()}
-    write(path, rows, model=label(options.model), dtype=options.dtype, **everywhere, **shared)
-    return path
+def report(options: argparse.Namespace, rows: list[dict[str, Any]], **everywhere: object) -> None:
+    """As `tables.report`; `everywhere` are columns with the same value in all rows, beside those that all have."""
+    told = {"model": label(options.model), "dtype": options.dtype, **everywhere, "seed": options.seed}
+    tables.report(rows, options.out, **told, threads=torch.get_num_threads())

@@ -96,6 +96,14 @@ def option_strings(parser: argparse.ArgumentParser) -> set[str]:
     return found
 
 
+def eval_parser(name: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    """Of one of eval's commands."""
+    required = {command: ["--out", "t"] for command in ("trials", "sweep", "heads")}
+    required |= {"codes": ["rungs", "--out", "t"], "figures": ["draw"], "latency": ["prompt"], "memory": ["held"]}
+    required |= {"overhead": ["step"], "prompts": ["loss"], "reuse": ["copies"]}
+    return read_by([f"eval.{name}", *required.get(name, [])], monkeypatch)
+
+
 def program(words: list[str]) -> list[str] | None:
     """A command as the program that reads its arguments, and these; None for one that is checked in other ways."""
     if words[:2] == ["python", "-m"] and words[2].startswith("eval."):
@@ -204,10 +212,7 @@ def test_options_named_in_passing_exist(monkeypatch: pytest.MonkeyPatch) -> None
     """`--option` in a sentence is an option of one of our commands, or of lm-eval's."""
     known = set(FOREIGN)
     for path in sorted((ROOT / "eval").glob("*.py")):
-        if "def main(" in path.read_text(encoding="utf-8"):
-            needs_table = path.stem in ("trials", "sweep", "heads", "convert", "energies", "rungs")
-            required = ["--out", "t"] if needs_table else []
-            known |= option_strings(read_by([f"eval.{path.stem}", *required], monkeypatch))
+        known |= option_strings(eval_parser(path.stem, monkeypatch))
     known |= option_strings(read_by(["qada", "moments", "--model", "m", "--out", "f"], monkeypatch))
     known |= {option for parameter in transformers.app.commands["serve"].params for option in parameter.opts}
     known |= option_strings(read_by(["lm_eval", "run", "--tasks", "wikitext"], monkeypatch))
@@ -217,9 +222,16 @@ def test_options_named_in_passing_exist(monkeypatch: pytest.MonkeyPatch) -> None
                 assert option in known, f"{document}: `{span}`"
 
 
-def test_every_command_of_eval_is_documented() -> None:
-    """The files right in `eval` are commands, and docs/measuring.md has them all."""
+def test_every_command_of_eval_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files right in `eval` are commands, and docs/measuring.md has them all, and all of their parts."""
     for path in (ROOT / "eval").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "def main(" in text, f"{path.name} is no command"
-        assert f"python -m eval.{path.stem}" in DOCUMENTS["docs/measuring.md"]
+        parts = [
+            f" {part}"
+            for action in eval_parser(path.stem, monkeypatch)._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for part in action.choices
+        ]
+        for part in parts or [""]:
+            assert f"python -m eval.{path.stem}{part}" in DOCUMENTS["docs/measuring.md"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import DynamicCache
 from eval import demo
 from eval.shared import conversation, tables
 from eval.shared.conversation import WITH_FACTS, Form, Told, converse, fit
-from eval.shared.texts import Turn, draw_facts, make_question_dense, plant, read_reference
+from eval.shared.texts import Turn, draw_facts, read_reference
 from qada_cache import QAdACache
 
 NEEDLE = str(needle.FOLDER)
@@ -58,103 +57,6 @@ def test_nothing_is_read_twice(template: str | None, kind: str, family: str) -> 
     assert told.device_bytes > 0
 
 
-def test_chat_is_what_the_template_makes() -> None:
-    form, turns = Form(tokenizer(), "Read this."), [Turn("One?", begun="It is"), Turn("Two?")]
-    end = form.tokenizer.convert_tokens_to_ids("<|end|>")
-    assert form.stop == [end]
-    answer = form.tokenizer(" a. ").input_ids
-    parts = form.make_opening("A text.") + form.make_turn(turns[0], after=None) + answer
-    messages = [
-        {"role": "user", "content": "Read this.\n\nA text.\n\nOne?"},
-        {"role": "assistant", "content": "It is a. "},
-        {"role": "user", "content": "Two?"},
-    ]
-    whole = form.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert form.tokenizer.decode(parts + form.make_turn(turns[1], after=answer[-1])) == whole
-    assert (
-        form.tokenizer.decode([*parts, end, *form.make_turn(turns[1], after=end)]) == whole
-    )  # ended by the model itself
-
-
-def test_chats_as_documents() -> None:
-    """The template of a whole chat that was right so far, asked every fact once; the last question is read alone."""
-    words = tokenizer()
-    chats = list(conversation.read_chats(words, length=3000, count=7))
-    for index, chat in enumerate(chats):
-        turns = draw_facts(index)
-        asked = [*turns[index % 6 + 1 :], *turns[: index % 6 + 1]]
-        introduced, _, document = words.decode(chat.prompt[0]).partition("<|start|>user\n")[2].partition("\n\n")
-        assert introduced == WITH_FACTS
-        document = document.partition(f"\n\n{asked[0].question}<|end|>")[0]
-        assert all(turn.fact in document for turn in turns)
-        messages = [{"role": "user", "content": f"{introduced}\n\n{document}\n\n{asked[0].question}"}]
-        for before, turn in itertools.pairwise(asked):
-            messages.append({"role": "assistant", "content": before.fact})
-            messages.append({"role": "user", "content": turn.question})
-        whole = words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + asked[-1].begun
-        assert words.decode(chat.prompt[0]) == whole
-        assert (chat.task, chat.index, chat.expected) == ("chat, sparse question", index, asked[-1].expected)
-        assert words.decode(chat.answer[0]) == f" {chat.expected}"
-        assert words.decode(chat.prompt[0, -chat.question :]).startswith(
-            f"<|end|>\n<|start|>user\n{asked[-1].question}"
-        )
-        assert make_question_dense(chat).task == "chat"
-        assert 2900 < chat.prompt.shape[1] <= 3000
-
-
-def test_without_a_template_questions_are_plain() -> None:
-    form, turns = Form(tokenizer(template=None), "Read this."), [Turn("One?", begun="It is"), Turn("Two?")]
-    ids = form.make_opening("A text.") + form.make_turn(turns[0], after=None) + form.make_turn(turns[1], after=7)
-    assert form.tokenizer.decode(ids) == (
-        "Read this.\n\nA text.\n\nQuestion: One?\nAnswer: It is\n\nQuestion: Two?\nAnswer:"
-    )
-
-
-@pytest.mark.parametrize("tokens", [1500, 4000])
-def test_facts_are_in_the_text_and_the_text_fits(tokens: int) -> None:
-    form, turns = Form(tokenizer(), WITH_FACTS), draw_facts(3)
-    opening, text, cut = fit(form, read_reference(), turns, tokens=tokens)
-    assert cut
-    assert tokens - 120 < len(opening)  # words are cut whole, and lines of dashes are long ones
-    assert len(opening) <= tokens
-    assert text in form.tokenizer.decode(opening)
-    for turn in turns:
-        first = form.find_token(turn.fact, opening)
-        assert first is not None
-        assert form.tokenizer.decode(opening[first:]).lstrip().startswith(turn.fact)
-    assert form.find_token("nothing of the kind", opening) is None
-    places = [text.index(turn.fact) for turn in turns]
-    assert places == sorted(places)
-    assert text.replace("\n", " ")[:100] == read_reference().replace("\n", " ")[:100]
-    assert draw_facts(3) == turns != draw_facts(4)
-    assert all(turn.is_right(turn.fact) for turn in turns)
-
-
-def test_a_text_that_fits_is_not_cut() -> None:
-    opening, text, cut = fit(Form(tokenizer(), ""), "All of it, every word.", [Turn("Why?")], tokens=300)
-    assert text == "All of it, every word."
-    assert not cut
-    assert len(opening) < 300
-    with pytest.raises(ValueError, match="leave no room for a document"):
-        fit(Form(tokenizer(), ""), "All of it, every word.", [Turn("Why?")], tokens=10)
-
-
-def test_facts_go_between_paragraphs_sentences_or_words() -> None:
-    assert plant("a b\n\nc d\n\ne f\n\ng h", ["X."]) == "a b\n\nc d\n\nX.\n\ne f\n\ng h"
-    assert plant("A b.\nC d. E f. G h.", ["X."]) == "A b.\nC d.\n\nX.\n\nE f. G h."
-    assert plant("a b c d", ["X."]) == "a b\n\nX.\n\nc d"
-    assert plant("a b c", ["X.", "Y.", "Z.", "W."]).split() == ["a", "X.", "b", "Y.", "c", "Z.", "W."]
-    assert plant("All of it.", []) == "All of it."
-
-
-def test_right_is_what_says_the_expected() -> None:
-    turn = Turn("When?", expected="14 March 1897")
-    assert turn.is_right("It was on 14\nmarch 1897.")
-    assert not turn.is_right("14 March 18975")
-    assert not turn.is_right("4 March 1897")
-    assert not Turn("Why?").is_right("Because.")
-
-
 def stub(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, set[int]]) -> None:
     """Every planted question is answered right, but for those whose number stands under the method's name."""
 
@@ -169,7 +71,6 @@ def stub(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, set[int]]) -> None:
         return Told(answers, generated=len(turns), stats=cache.stats() if criterion else None)
 
     monkeypatch.setattr(demo, "converse", answered)
-    monkeypatch.setattr(demo.read_map, "draw", lambda *_, **__: None)  # nothing was read
 
 
 @pytest.mark.parametrize(
@@ -246,7 +147,6 @@ def test_asked_questions_never_fail(
         (["--document", "{}/words"], "--document needs questions"),
         (["--ask", " "], "--ask: a question is empty"),
         (["--out", "{}/no/x.csv"], "--out: there is no folder {}/no"),
-        (["--picture", "{}/no/x.png"], "--picture: there is no folder {}/no"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -275,10 +175,7 @@ def test_a_document_leaves_room_for_the_chat(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr(demo, "converse", watched)
     asked = ["--ask", "What is mine?", "--ask", "And what is yours?"]
-    picture = tmp_path / "read.png"
-    given = ["--document", str(tmp_path / "long.txt"), "--new-tokens", "9", "--picture", str(picture)]
-    assert demo.main([*given, *asked]) == 0
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert demo.main(["--document", str(tmp_path / "long.txt"), "--new-tokens", "9", *asked]) == 0
     assert 1150 < max(read) <= 1200
 
 

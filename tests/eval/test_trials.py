@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import inspect
-import json
-import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +20,7 @@ from eval import trials
 from eval.shared import deciding, texts
 from eval.shared.deciding import Way
 from eval.shared.selecting import list_prompt_ways
+from eval.shared.tables import read
 from eval.shared.texts import Document
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels.cpu import prompt as prompt_kernel
@@ -121,6 +118,34 @@ def test_the_product_s_way_of_reading_tokens(model: PreTrainedModel, document: D
     assert float(gated["bytes_read"]) < min(float(some["bytes_read"]), float(whole["bytes_read"]))
 
 
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_pages_are_bounded_by_what_they_hold() -> None:
+    query, keys = random(1, 2, 5, 16), random(1, 2, 37, 16, seed=1)
+    bound, true = deciding.estimate("pages of 8", query, keys), deciding.estimate("true", query, keys)
+    assert bound.shape == true.shape
+    assert (bound >= true - 1e-5).all()
+    one = deciding.estimate("pages of 1", query, keys)
+    torch.testing.assert_close(one, true)
+
+
+def test_a_group_chooses_together() -> None:
+    """Two heads of a group want a token each: with room for two, both are read, by both."""
+    scores = torch.zeros(1, 1, 2, 20)  # two heads, a query
+    scores[0, 0, 0, 3] = scores[0, 0, 1, 11] = 9.0
+    chosen = deciding.choose(scores, 2, 0.1)
+    assert chosen.nonzero()[:, 2:].tolist() == [[0, 3], [0, 11], [1, 3], [1, 11]]
+
+
+def test_bytes_of_ways() -> None:
+    assert deciding.find_sketch_share("true") == 0
+    assert deciding.find_sketch_share("pages of 16") == 1 / 16
+    assert deciding.split("pages of 16, 0.05") == ("pages of 16", 0.05)
+    assert deciding.split("") == ("", 1.0)
+
+
 def test_answers_are_those_of_full_attention(model: PreTrainedModel, document: Document, known: Known) -> None:
     """Its own words, as far as the expected ones; a cache that reads everything says the same."""
     tokenizer = needle.load_tokenizer()
@@ -152,12 +177,13 @@ def test_every_way_on_models_of_other_kinds(family: str, document: Document) -> 
     model = tiny(family)
     collected = KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)
     known = dict.fromkeys(trials.PROMPTS, collected)
-    tried = [*trials.list_all_ways(), *trials.list_token_ways()]
+    named = [Way("qada", "current", "any", 0.9), *trials.list_all_ways(), *trials.list_token_ways()]
+    tried = list({replace(way, threshold=0.0): way for way in reversed(named)}.values())  # thresholds are numbers
     rows = rows_of(model, document, known, *tried)
     assert len(rows) == len(tried) == len(set(tried))
     losses = {way: float(row["kl"]) for way, row in zip(tried, rows, strict=True)}
     assert all(0 <= loss < 20 for loss in losses.values())
-    assert losses[Way("qada", "current", "any", 0.9)] < losses[Way("local")]
+    assert losses[named[0]] < losses[Way("local")]
 
 
 @needs_compiler
@@ -190,45 +216,6 @@ def test_prompts_read_by_selection(question: int, monkeypatch: pytest.MonkeyPatc
     short = replace(document, prompt=ids[:, :300])
     with pytest.raises(ValueError, match="--prefill 60 selected nothing"):
         rows_of(model, short, known, *list_prompt_ways([theta]))
-
-
-def test_pieces_of_prose_do_not_overlap(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(needle.make_prompt(tokens=1000, seed=1).context)
-    tokenizer = needle.load_tokenizer()
-    pieces = list(texts.read_prose(tokenizer, length=200, following=20, text=text))
-    assert [piece.index for piece in pieces] == [0, 1, 2, 3]
-    whole = tokenizer(text.read_text(), return_tensors="pt").input_ids  # begun by one token, as every piece is
-    assert all(piece.prompt[0, 0] == tokenizer.bos_token_id for piece in pieces)
-    joined = torch.cat([part for piece in pieces for part in (piece.prompt[:, 1:], piece.answer)], dim=1)
-    assert torch.equal(joined, whole[:, 1:877])
-    assert all(piece.prompt.shape == (1, 200) and piece.answer.shape == (1, 20) for piece in pieces)
-    assert {piece.task for piece in pieces} == {"prose:text"}
-
-
-class PerByte:
-    """One token a byte."""
-
-    bos_token_id = None
-
-    def __call__(self, text: str, **_: object) -> SimpleNamespace:
-        return SimpleNamespace(input_ids=list(text.encode()))
-
-
-def test_code_follows_what_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole modules of this Python: what is continued stands last, what it imports first stands nearest."""
-    monkeypatch.setattr(texts, "MODULES", ("no_such_module", "sys", "json.decoder", "this"))  # the last is too short
-    options = SimpleNamespace(following=30, documents=2, text=None)
-    (piece,) = trials.read_documents(options, PerByte(), "code", 40000)  # type: ignore[arg-type]
-    assert (piece.index, piece.prompt.shape, piece.answer.shape) == (2, (1, 40000), (1, 30))
-    text, after = (bytes(part[0].tolist()).decode() for part in (piece.prompt, piece.answer))
-    own = inspect.getsource(json.decoder)
-    front, name, given = text.rpartition("# json/decoder.py\n")
-    assert name
-    assert own.startswith(given + after)
-    assert len(given) == pytest.approx(len(own) / 2, abs=20)
-    scanner, regular = (inspect.getsource(module) for module in (json.scanner, re))
-    assert front.endswith(f"# json/scanner.py\n{scanner}\n\n# re/__init__.py\n{regular}\n\n")
 
 
 def test_question_read_after_the_text(model: PreTrainedModel, known: Known) -> None:
@@ -281,8 +268,7 @@ def test_table_is_widened_and_not_repeated(
     monkeypatch.setattr(trials, "list_all_ways", lambda: [Way("local"), Way("dense")])
     assert trials.main(arguments) == 0
     assert trials.main(arguments) == 0
-    with out.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read(out)
     assert [(row["document"], row["criterion"]) for row in rows] == [
         ("0", "local"), ("1", "local"), ("0", "dense"), ("1", "dense")
     ]  # fmt: skip

@@ -12,8 +12,8 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from eval.launch_time import DRIVER, Launcher
 from eval.shared.compiling import Step
+from eval.shared.launch_time import DRIVER, Launcher
 from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.kernels.triton import fused_decode
 

@@ -15,7 +15,7 @@ from small_sketch import small_sketch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from test_triton import interpreter
 
-from eval import launch_time
+from eval.shared import launch_time
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.kernels import choice, decode_reference
 from qada_cache.kernels import triton as triton_decode

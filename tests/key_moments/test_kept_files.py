@@ -204,3 +204,20 @@ def test_names_are_those_of_files_that_are_written(folder: Path) -> None:
         for each in defaults.PROMPTS:
             assert defaults._NAMES.fullmatch(defaults._find_path(model, each).name)
     assert not defaults._NAMES.fullmatch(tuned_choice._find_path(model).name)
+
+
+@pytest.mark.slow
+def test_the_moments_kept_here_are_of_the_model_that_they_name() -> None:
+    from eval.shared import language_model
+    from moments.make import FILE
+
+    readme = (FILE.parent / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in FILE.parent.glob("*.safetensors")] == [FILE.name]
+    assert f"`{FILE.name}`" in readme
+    kept = KeyMoments.load(FILE)
+    model, tokenizer = language_model.load("smollm2")
+    cache = QAdACache(model, moments=kept)
+    assert cache.options.other_moments is kept
+    made = KeyMoments.collect(model, tokenizer, "random-words", progress=False)
+    for mine, theirs in zip(kept.at(1024), made.at(1024), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)

@@ -1,20 +1,24 @@
-"""What a decoded token costs beside reading the context, part by part: `python -m eval.step_overhead`.
+"""What a decoded token costs beside reading the context: `python -m eval.overhead`.
 
-    python -m eval.step_overhead --tokens 2048 8192 32768 131072 --out eval/results
-    OMP_NUM_THREADS=1 python -m eval.step_overhead --model small --dtype float32 --tokens 2000 --rounds 8
+    python -m eval.overhead step --tokens 2048 8192 32768 --out eval/results/step_overhead-llama-3.2-1b-cpu.csv
+    OMP_NUM_THREADS=1 python -m eval.overhead launch --out eval/results/launch_time.csv
 
-Every head decides, by the default moments where the model has a tokenizer and else by the prompt's, and none reads its
-bulk (`threshold=0`), so whatever QAdACache adds to a step without a context is overhead: `step_ms - no_context_ms`.
-Where it goes is told by Python's profiler, by the folders and files of the package, each without the others that it
-calls, summed over the layers of a step. The profiler itself takes its time, so that these parts, their sum `ours_ms`
-and its `share` of a profiled step are upper bounds. On an accelerator, whose work goes on beside, a part is the time to
-launch it. A whole step is compared with DynamicCache's, which has the same context and reads all of
-it: `over_dynamic`, of the fastest quarters of both, as what else a machine does makes steps slower and never faster.
+`step`: every head decides, by the default moments where the model has a tokenizer and else by the prompt's, and none
+reads its bulk (`threshold=0`), so whatever QAdACache adds to a step without a context is overhead: `step_ms -
+no_context_ms`. Where it goes is told by Python's profiler, by the folders and files of the package, each without the
+others that it calls, summed over the layers of a step. The profiler itself takes its time, so that these parts, their
+sum `ours_ms` and its `share` of a profiled step are upper bounds. On an accelerator, whose work goes on beside, a part
+is the time to launch it. A whole step is compared with DynamicCache's, which has the same context and reads all of it:
+`over_dynamic`, of the fastest quarters of both, as what else a machine does makes steps slower and never faster.
 `in_turn` compares a step of four caches of different lengths that take turns with a step of one, likewise.
+
+`launch`: what a step by Triton's kernels costs the host, without a GPU (`eval/shared/launch_time.py`).
 """
 
+import argparse
 import cProfile
 import functools
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -26,8 +30,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
 import qada_cache
-from eval import benchmark
-from eval.shared.timing import load_model, make_timing_parser, report, wait
+from eval.shared import tables, timing
 from eval.shared.workloads import Work, fill
 from qada_cache import QAdACache, restore_attention
 from qada_cache.versions import pass_cache
@@ -40,15 +43,15 @@ REST = "the_rest"  # of it
 
 @torch.inference_mode()
 def profile(work: Work, cache: Cache) -> list[dict[str, float]]:
-    """As `benchmark.decode`: seconds of every step after the warm-up, under Python's profiler, in each of `PARTS`, in
+    """As `timing.decode`: seconds of every step after the warm-up, under Python's profiler, in each of `PARTS`, in
     `REST` and in all ("step"). C functions count for the Python function that calls them, as kernels do."""
     found, device = [], work.model.device
     for step in range(work.inputs.shape[1]):
         profiler = cProfile.Profile(builtins=False)
-        wait(device)
+        timing.wait(device)
         begin = time.perf_counter()
         profiler.runcall(work.model, input_ids=work.inputs[:, step : step + 1], **pass_cache(cache))
-        wait(device)
+        timing.wait(device)
         seconds = time.perf_counter() - begin
         spent = dict.fromkeys((*PARTS, REST), 0.0)
         for entry in profiler.getstats():
@@ -73,13 +76,13 @@ def measure(work: Work, rounds: int) -> dict[str, Any]:
     make = functools.partial(QAdACache, work.model, threshold=0.0, **moments)
     for _ in range(rounds):
         restore_attention(work.model)
-        without += benchmark.decode(work, DynamicCache(config=config))[0]
-        dynamic += benchmark.decode(work, fill(DynamicCache(config=config), work))[0]
-        plain += benchmark.decode(work, fill(make(), work))[0]
+        without += timing.decode(work, DynamicCache(config=config))[0]
+        dynamic += timing.decode(work, fill(DynamicCache(config=config), work))[0]
+        plain += timing.decode(work, fill(make(), work))[0]
         several = [fill(make(), work) for _ in range(CACHES)]
         for index, cache in enumerate(several):
             cache.crop(-1 - index * work.tokens // 8)
-        in_turn += benchmark.decode(work, *several)[0]
+        in_turn += timing.decode(work, *several)[0]
         restore_attention(work.model)
         cache = fill(make(), work)
         ours += profile(work, cache)
@@ -107,15 +110,9 @@ def _find_fast(seconds: list[float]) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    parser = make_timing_parser("step_overhead", __doc__ or "", table="step_overhead-MODEL-DEVICE.csv")
-    add = parser.add_argument
-    add("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="of context (default: %(default)s)")
-    add("--steps", type=int, default=16, help="tokens timed a round (default: %(default)s)")
-    add("--rounds", type=int, default=3, help="with and without a context in turn (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    model, make_work, _ = load_model(parser, options, tokens=max(options.tokens))
+def measure_step(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """A row for each length."""
+    model, make_work, _ = timing.load_model(parser, options, tokens=max(options.tokens))
     rows = []
     for tokens in tqdm(options.tokens, unit="length"):
         try:
@@ -124,7 +121,35 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(str(error))
         rows.append(measure(work, options.rounds))
         del work
-    report(options, rows, "step_overhead", layers=model.config.get_text_config().num_hidden_layers)
+    timing.report(options, rows, layers=model.config.get_text_config().num_hidden_layers)
+
+
+def measure_launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """A row for each sketch."""
+    if importlib.util.find_spec("triton") is None:
+        parser.error("triton is not installed: pip install triton")
+    from eval.shared import launch_time
+
+    if not 1 <= options.steps <= launch_time.MOST_STEPS:
+        parser.error(f"--steps must be 1 to {launch_time.MOST_STEPS}: more would move tokens to the bulk")
+    tables.report(launch_time.measure_rows(options.steps), options.out)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = tables.make_parser("overhead", __doc__)
+    parts = parser.add_subparsers(required=True, metavar="step|launch")
+    add = timing.add_options(part := parts.add_parser("step", help="part by part of the package"))
+    part.set_defaults(measure=measure_step)
+    add("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="of context (default: %(default)s)")
+    add("--steps", type=int, default=16, help="tokens timed a round (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="with and without a context in turn (default: %(default)s)")
+    add = (part := parts.add_parser("launch", help="by Triton's kernels, on the host alone")).add_argument
+    part.set_defaults(measure=measure_launch)
+    add("--steps", type=int, default=100, help="of each kind, in turn (default: %(default)s)")
+    add("--out", type=tables.new_file, help="CSV table to write")
+    options = parser.parse_args(arguments)
+    options.measure(parser, options)
     return 0
 
 

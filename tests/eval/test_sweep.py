@@ -1,17 +1,27 @@
-"""The measuring tools: one prefill for many variants changes nothing, and tables go on where they stopped."""
+"""`python -m eval.sweep` and `eval.heads`: one prefill for many variants changes nothing, and tables go on where they
+stopped; what is recorded is true."""
 
-import csv
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compilers import needs_compiler
+from reference import gaussian_log_bulk, log_mass
 from small_sketch import small_sketch
+from transformers import AutoTokenizer
 
+pytest.importorskip("lm_eval", reason="the commands run on lm-eval")
+import needle
+
+from eval import heads, sweep
+from eval.shared import lm_tasks
+from eval.shared.tables import read
 from qada_cache import KeyMoments, StaticHeads
+from qada_cache.attention import decode
 from qada_cache.kernels.cpu import prompt, selected_prompt
 
 
@@ -29,49 +39,41 @@ def test_static_heads_from_the_oracle() -> None:
 
 
 @pytest.fixture
-def own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index of lm-eval's own tasks takes seconds to make."""
-    manager = pytest.importorskip("lm_eval.tasks", reason="the commands run on lm-eval").TaskManager
-    from eval import sweep
-
+def own_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The tests' tasks alone: the index of lm-eval's own takes seconds to make. No index outlives a test."""
     folder = Path(__file__).parents[1] / "lm_eval" / "tiny_tasks"
-    ours = functools.partial(manager, include_path=[folder], include_defaults=False)
-    monkeypatch.setattr(sweep, "TaskManager", ours)
+    ours = functools.partial(lm_tasks.TaskManager, include_path=[folder], include_defaults=False)
+    monkeypatch.setattr(lm_tasks, "TaskManager", ours)
+    lm_tasks.make_task_manager.cache_clear()
+    yield
+    lm_tasks.make_task_manager.cache_clear()
 
 
 @pytest.mark.usefixtures("own_tasks")
 def test_sweep(tmp_path: Path) -> None:
     """Every criterion on the needle task, then more thresholds into the same table."""
-    import needle
-
-    from eval import sweep
-
     table = tmp_path / "sweep.csv"
     arguments = ["--model", str(needle.FOLDER), "--tasks", "needle", "--lengths", "1024", "--limit", "2"]
     arguments += ["--alphas", "0.5", "--out", str(table), "--moments"]
 
-    def rows() -> list[dict[str, str]]:
-        with table.open(encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-
     assert sweep.main([*arguments, "current", "--thresholds", "1", "--tokens"]) == 0
-    found = {row["criterion"]: row for row in rows()}
+    found = {row["criterion"]: row for row in read(table)}
     assert list(found) == ["dense", "local", "selected", "oracle", "qada", "static oracle"]
     reads = {name: float(row["bytes_read"]) for name, row in found.items()}
     assert [reads[name] for name in ("dense", "local", "oracle", "qada")] == [1, 0, 1, 1]
     assert 0 < reads["static oracle"] < 1
     assert found["selected"]["moments"] == "current+random-tokens"
-    assert {row["documents"] for row in rows()} == {"2"}
-    assert {row["group_rule"] for row in rows() if row["criterion"] in ("oracle", "qada")} == {"any"}
+    assert {row["documents"] for row in read(table)} == {"2"}
+    assert {row["group_rule"] for row in read(table) if row["criterion"] in ("oracle", "qada")} == {"any"}
     assert [found[name]["score_stderr"] for name in ("dense", "local")] == ["0.0000", "0.0000"]  # all right, all wrong
     assert found["dense"]["score"] == found["oracle"]["score"] == found["qada"]["score"]
     assert float(found["local"]["score"]) < float(found["dense"]["score"])
     assert [float(found[name]["q_heads_local"]) for name in ("dense", "local", "qada")] == [0, 1, 0]
     assert float(found["static oracle"]["q_heads_local"]) == 0.5
-    before = rows()
+    before = read(table)
     assert sweep.main([*arguments, "current", "random-words", "--thresholds", "1", "0.3"]) == 0
-    assert rows()[: len(before)] == before
-    added = [(row["criterion"], row["moments"], row["threshold"]) for row in rows()[len(before) :]]
+    assert read(table)[: len(before)] == before
+    added = [(row["criterion"], row["moments"], row["threshold"]) for row in read(table)[len(before) :]]
     assert added == [
         ("oracle", "", "0.3"),
         ("qada", "current", "0.3"),
@@ -85,10 +87,6 @@ def test_sweep(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("own_tasks")
 def test_sweep_of_selected_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each threshold's prompts are read once for both of its variants; a table of exact ones goes on."""
-    import needle
-
-    from eval import sweep
-
     called: list[float] = []
     original = selected_prompt.selected_attention
     monkeypatch.setattr(selected_prompt, "FAR", 192)
@@ -106,8 +104,7 @@ def test_sweep_of_selected_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert sweep.main([*arguments, "--prefill", "0", "1e-9", "100"]) == 0
     layers = json.loads((needle.FOLDER / "config.json").read_text())["num_hidden_layers"]
     assert sorted(called) == [1e-9] * layers + [100] * layers
-    with table.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read(table)
     ways = [(row["criterion"], float(row["prefill"])) for row in rows]
     exact = [("dense", 0), ("local", 0), ("selected", 0)]
     assert ways == [*exact, ("dense", 1e-9), ("selected", 1e-9), ("dense", 100), ("selected", 100)]
@@ -117,62 +114,23 @@ def test_sweep_of_selected_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {row["bits"] for row in rows} == {"16"}
 
 
+@pytest.mark.usefixtures("own_tasks")
 def test_sweep_of_bits(tmp_path: Path) -> None:
     """Prompts are read once more for each number of bits, and bulks of fewer are read in fewer bytes."""
-    import needle
-
-    from eval import sweep
-
     table = tmp_path / "sweep.csv"
     arguments = ["--model", str(needle.FOLDER), "--tasks", "needle", "--lengths", "1024", "--limit", "1", "--tokens"]
     with small_sketch(64):
         for bits in (["16"], ["8", "16", "4"]):
             assert sweep.main([*arguments, "--thresholds", "--static", "--out", str(table), "--bits", *bits]) == 0
-    with table.open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["criterion"] == "selected"]
+    rows = [row for row in read(table) if row["criterion"] == "selected"]
     assert [row["bits"] for row in rows] == ["16", "8", "4"]
-    read = [float(row["bytes_read"]) for row in rows]
-    assert read[0] > read[1] > read[2]
-
-
-def test_flagged_share_of_heads() -> None:
-    from eval.shared import workloads
-    from eval.shared.workloads import make_model
-
-    model = make_model("tiny", dtype=torch.float32, device=torch.device("cpu"), positions=64)
-    work = workloads.make_random_work(model, tokens=10, batch=1, steps=1, warm_up=0, seed=0)
-    for fraction, count in ((0.0, 0), (0.1, 2), (0.34, 5), (1.0, 16)):
-        table = workloads.flag_heads(work, fraction).long_context
-        assert int(table.sum()) == count
-        assert int(table.sum(dim=1).max() - table.sum(dim=1).min()) <= 1
-
-
-def test_figures_are_those_of_the_tables(tmp_path: Path) -> None:
-    """The committed pictures and the table of errors, drawn again, are the same."""
-    pytest.importorskip("matplotlib", reason="figures need matplotlib")
-    from matplotlib.image import imread
-
-    from eval import figures
-
-    assert figures.main(["--out", str(tmp_path)]) == 0
-    made = sorted(path.name for path in tmp_path.iterdir())
-    assert len(made) == len(figures.HEADS_FIGURES) + 5 + len(list(figures.RESULTS.glob("sweep*.csv")))
-    for name in made:
-        if name.endswith(".csv"):
-            assert (tmp_path / name).read_bytes() == (figures.RESULTS / name).read_bytes()
-        else:  # the numbers of the pictures: compression may differ between machines
-            assert (imread(tmp_path / name) == imread(figures.RESULTS / name)).all(), name
+    shares = [float(row["bytes_read"]) for row in rows]
+    assert shares[0] > shares[1] > shares[2]
 
 
 @pytest.mark.usefixtures("own_tasks")
 def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     """Against float64, from the very keys and queries: both masses, and the estimate by random words' moments."""
-    import needle
-    from reference import gaussian_log_bulk, log_mass
-
-    from eval import heads
-    from qada_cache.attention import decode
-
     calls: list[tuple[Any, ...]] = []
     original = decode.estimate_log_bulk
 
@@ -189,8 +147,7 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
         patch.setattr(decode, "estimate_log_bulk", spy)
         arguments = ["--model", str(needle.FOLDER), "--tasks", "needle", "--lengths", "1024", "--limit", "1"]
         assert heads.main([*arguments, "--out", str(out)]) == 0
-    with out.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read(out)
     assert len(rows) == 4 * 8
     model, tokenizer = needle.load_model(), needle.load_tokenizer()
     mean, covariance = KeyMoments.collect(model, tokenizer, progress=False).at(1024 - 128 + 64)  # rounded up
@@ -214,3 +171,24 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
             ("random-words", estimate),
         ):
             assert float(row[column]) == pytest.approx(float(expected), abs=2e-3), (column, layer, head)
+
+
+def test_tokenizer_of_a_gguf_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks that do not know the file's name find it in a folder."""
+    asked: list[tuple[str, str]] = []
+
+    def from_pretrained(where: str, *, gguf_file: str) -> Any:
+        asked.append((where, gguf_file))
+        return needle.load_tokenizer()
+
+    monkeypatch.setattr(lm_tasks.AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(lm_tasks, "TaskManager", lambda metadata: metadata)
+    for length in (600, 700):
+        told = lm_tasks.make_task_manager("somewhere", length, "model.gguf")
+        assert (told["pretrained"], told["max_seq_lengths"]) == ("somewhere", [length])
+    assert asked == [("somewhere", "model.gguf")]
+    monkeypatch.undo()
+    lm_tasks.make_task_manager.cache_clear()
+    found = AutoTokenizer.from_pretrained(told["tokenizer"])
+    text = "The grass is green."
+    assert found(text).input_ids == needle.load_tokenizer()(text).input_ids

@@ -1,6 +1,4 @@
-"""What a decode step of a layer costs the host: `python -m eval.launch_time --out eval/results/launch_time.csv`.
-
-    OMP_NUM_THREADS=1 python -m eval.launch_time
+"""What a decode step of a layer costs the host: `python -m eval.overhead launch`, best with OMP_NUM_THREADS=1.
 
 No GPU is used. A step passes through 32 layers as a model does it: `QAdACache.update`, then the attention function,
 which stores the token, estimates the bulk's attention, and launches Triton's kernels. Triton binds arguments, finds
@@ -15,9 +13,7 @@ three are CPU time of the one thread, medians of steps in turn. `launches` (Trit
 apart) and `allocations` are of a layer behind the first. `sketch` is as in `triton-resources.csv`.
 """
 
-import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -36,13 +32,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from eval.shared.tables import align, new_file, write
-from eval.triton_resources import SKETCHES
+from eval.shared.compiling import SKETCHES
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.decode_graph import DecodeGraph
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.kernels import choice
-from qada_cache.machine import describe_machine
 from qada_cache.versions import CACHE
 
 LAYERS, KV_HEADS, GROUP, DIM = 32, 2, 4, 32
@@ -239,28 +233,12 @@ def measure_row(sketch: str, steps: int) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure, print and write the table."""
-    parser = argparse.ArgumentParser(prog="python -m eval.launch_time", description=__doc__)
-    parser.add_argument("--out", type=new_file, help="write the table here, as CSV")
-    parser.add_argument("--sketches", nargs="+", choices=SKETCHES, default=list(SKETCHES), help="only these")
-    parser.add_argument(
-        "--steps", type=int, choices=range(1, MOST_STEPS + 1), metavar="STEPS", default=MOST_STEPS,
-        help=f"of each kind, in turn, {MOST_STEPS} at most (default: %(default)s)",
-    )  # fmt: skip
-    args = parser.parse_args(argv)
+def measure_rows(steps: int) -> list[dict[str, Any]]:
+    """A row for each sketch."""
     driver.set_active(DRIVER)
     # As on a GPU: Triton's kernels serve tensors that lie on a CPU here, and graphs hold their launches.
     with (
         mock.patch.object(choice, "explain_unsupported", return_value=None),
         mock.patch.dict(GRAPHS, {"cpu": NoGraph}),
     ):
-        rows = [measure_row(sketch, args.steps) for sketch in args.sketches]
-    print(align(rows))
-    if args.out is not None:
-        write(args.out, rows, machine=describe_machine())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return [measure_row(sketch, steps) for sketch in SKETCHES]

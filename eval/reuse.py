@@ -1,0 +1,277 @@
+"""One document read once, and asked about again: `python -m eval.reuse`.
+
+    python -m eval.reuse copies --tokens 7500 --out eval/results/prefix_reuse.csv
+    python -m eval.reuse restart --model smollm2 --tokens 7500 --out eval/results/restart-smollm2.csv
+
+`copies`: many questions at once, time and memory. Every question goes to a cache of its own that holds the document,
+and all of these caches stay, as those of users who are talking with a server. They are copies (`copy.deepcopy`) of one
+that has read it, or each loads its file, or each reads it again. Memory is the process's proportional share (`Pss`), in
+which pages that several caches have in common count once; of it, what lies in a file can be dropped and read again. It
+is known on Linux alone.
+
+`restart`: a second question in a new process, time to its first token. One process reads the document and a question,
+answers it, and keeps both in a `PrefixStore`; a turn on top says what another turn writes. Then every way of answering
+a second question has processes of its own: by DynamicCache and by QAdACache, which read everything again, and by the
+store, whose files lie in memory or are read from the disk. Loading the model, its moments and kernels is left out. The
+answers are compared with those of the first process, which kept its cache and cropped it to the document.
+"""
+
+import argparse
+import copy
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from eval.shared import language_model
+from eval.shared.processes import SMAPS, count_process, run_alone
+from eval.shared.tables import make_parser, new_file, report
+from qada_cache import PrefixStore, QAdACache, prepare
+from qada_cache.tuning.measuring import read_default_text
+from qada_cache.versions import pass_cache
+
+Rows = list[dict[str, Any]]
+AGAIN = 1  # of the questions, those for which the document is read again: it takes as long every time
+COPIED = "DynamicCache, deepcopy"
+PLAIN = "QAdACache, load that shares nothing"
+QUESTIONS = tuple(
+    f"\n\nQuestion: {question}\nAnswer:"
+    for question in (
+        *("What is an object?", "What is a type?", "What is a value?", "What does a name refer to?"),
+        *("What is a block?", "What is a scope?", "What is a module?", "What is a package?"),
+        *("What is an exception?", "What is a function?", "What is a class?", "What is an iterator?"),
+        *("What is a coroutine?", "What is a literal?", "What is an operator?", "What is an attribute?"),
+    )
+)
+FIRST, DYNAMIC, READ_AGAIN = "read and kept", "DynamicCache, read again", "QAdACache, read again"
+STORED, FROM_DISK = "PrefixStore", "PrefixStore, files from the disk"
+WAYS = (DYNAMIC, READ_AGAIN, STORED, FROM_DISK)  # of answering the second question
+TURN = "\n\nQuestion: And what does a name refer to, in a block of code that is executed?\nAnswer:"
+
+
+def load_texts(options: argparse.Namespace) -> tuple[PreTrainedModel, Tensor, Callable[[Tensor, str], Tensor]]:
+    """The model, the document `[1, tokens]`, and what puts a question behind token ids."""
+    model, tokenizer = language_model.load(options.model)
+    prepare(model)
+    document = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+
+    def put_behind(ids: Tensor, text: str) -> Tensor:
+        return torch.cat([ids, tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids], dim=1)
+
+    return model, document, put_behind
+
+
+@dataclass
+class Round:
+    """How one way of having a cache for every question did.
+
+    Attributes:
+        answers: tokens of each.
+        got, answered: seconds to have each cache, and for each answer.
+        held: as `count_process`, more than before the first of them.
+    """
+
+    answers: list[list[int]]
+    got: list[float]
+    answered: list[float]
+    held: dict[str, int]
+
+
+@torch.inference_mode()
+def ask(
+    model: PreTrainedModel, texts: list[Tensor], get: Callable[[], DynamicCache], *, tokens: int, bar: tqdm
+) -> Round:
+    """Put every text `[1, tokens]`, document and question, to a cache of its own; all of these stay till the end."""
+    before, caches, found = count_process(), [], Round([], [], [], {})
+    for text in texts:
+        begin = time.perf_counter()
+        caches.append(get())
+        ready = time.perf_counter()
+        told = language_model.answer(model, text, caches[-1], tokens)
+        found.answers.append(told[0, text.shape[1] :].tolist())
+        found.got.append(ready - begin)
+        found.answered.append(time.perf_counter() - ready)
+        bar.update()
+    found.held = {name: size - before[name] for name, size in count_process().items()}
+    return found
+
+
+@torch.inference_mode()
+def read(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> DynamicCache:
+    """The cache, which has read the document."""
+    model(ids, **pass_cache(cache), logits_to_keep=1)
+    return cache
+
+
+def measure_copies(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Rows:
+    """A row for every way of having caches."""
+    if not AGAIN <= options.questions <= len(QUESTIONS):
+        parser.error(f"--questions must be {AGAIN} to {len(QUESTIONS)}")
+    if not SMAPS.exists():
+        parser.error("this system does not say what memory a process shares")
+    with language_model.check_loading(parser):
+        model, ids, put_behind = load_texts(options)
+    texts = [put_behind(ids, question) for question in QUESTIONS[: options.questions]]
+    rounds: dict[str, Round] = {}
+    with tqdm(total=5 * len(texts) + AGAIN, unit="answer") as bar, tempfile.TemporaryDirectory() as folder:
+
+        def go(name: str, get: Callable[[], DynamicCache], asked: list[Tensor]) -> None:
+            bar.set_postfix_str(name)
+            rounds[name] = ask(model, asked, get, tokens=options.answer, bar=bar)
+
+        go(DYNAMIC, lambda: read(model, ids, DynamicCache(config=model.config)), texts[:AGAIN])
+        prefix = read(model, ids, DynamicCache(config=model.config))
+        go(COPIED, functools.partial(copy.deepcopy, prefix), texts)
+        prefix = read(model, ids, QAdACache(model))
+        prefix.save(path := Path(folder) / "document.safetensors")
+        go(PLAIN, lambda: QAdACache.load(path, model, mmap=False), texts)
+        go("QAdACache, deepcopy", functools.partial(copy.deepcopy, prefix), texts)
+        go("QAdACache, load", lambda: QAdACache.load(path, model), texts)
+        prefix = QAdACache.load(path, model)
+        go("QAdACache, load once and deepcopy", functools.partial(copy.deepcopy, prefix), texts)
+    rows = []
+    for name, found in rounds.items():
+        copied = rounds[COPIED if name.startswith("Dynamic") else PLAIN].answers
+        same = sum(one == other for one, other in zip(found.answers, copied, strict=False))
+        rows.append(
+            {
+                "way": name,
+                "document_tokens": ids.shape[1],
+                "questions": len(found.answers),
+                "answer_tokens": options.answer,
+                "same": f"{same}/{len(found.answers)}",
+                "mib_each": f"{found.held['all'] / len(found.answers) / 2**20:.1f}",
+                "of_it_file_mib": f"{found.held['file'] / len(found.answers) / 2**20:.1f}",
+                "first_cache_s": f"{found.got[0]:.3f}",
+                "further_cache_s": f"{mean(found.got[1:]):.3f}" if found.got[1:] else "",
+                "answer_s": f"{mean(found.answered):.3f}",
+            }
+        )
+    return rows
+
+
+def answer(model: PreTrainedModel, ids: Tensor, make: Callable[[], Cache], tokens: int) -> tuple[dict[str, Any], Cache]:
+    """What it took to answer `ids` `[1, tokens]` by the cache that `make` makes, and that cache."""
+    clock, begin = language_model.Clock(), time.perf_counter()
+    cache = make()
+    ready, held = time.perf_counter(), cache.get_seq_length()
+    told = language_model.answer(model, ids, cache, tokens, streamer=clock)
+    took = {"cache_s": ready - begin, "first_token_s": clock.times[1] - begin, "read": ids.shape[1] - held}
+    return took | {"ids": told[0].tolist(), "answer": told[0, ids.shape[1] :].tolist()}, cache
+
+
+def drop_from_memory(folder: Path) -> None:
+    """Have the system forget what it holds of these files, as far as it heeds that."""
+    for file in folder.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One way, in this process."""
+    model, document, put_behind = load_texts(options)
+    first, second = (put_behind(document, QUESTIONS[place]) for place in (0, 12))
+    store = PrefixStore(options.folder, max_bytes=2**40)
+    if way == FROM_DISK:
+        drop_from_memory(options.folder)
+    if way != FIRST:
+        made = {DYNAMIC: lambda: DynamicCache(config=model.config), READ_AGAIN: lambda: QAdACache(model)}
+        return answer(model, second, made.get(way, lambda: store.cache(model, second)), options.answer)[0]
+
+    def keep(ids: list[int]) -> dict[str, Any]:
+        before, begin = store.stats().written_bytes, time.perf_counter()
+        store.keep(cache, ids)
+        seconds = time.perf_counter() - begin
+        return {"keep_s": seconds, "written": store.stats().written_bytes - before}
+
+    found, cache = answer(model, first, lambda: store.cache(model, first), options.answer)
+    whole = keep(found["ids"])
+    told, _ = answer(model, put_behind(torch.tensor([found["ids"]]), TURN), lambda: cache, options.answer)
+    turn = keep(told["ids"])
+    cache.crop(document.shape[1] - cache.get_seq_length())
+    kept, _ = answer(model, second, lambda: cache, options.answer)
+    stats, paths = store.stats(), list(Path(options.folder).iterdir())
+    sizes = {"bytes": stats.bytes, "files_bytes": sum(path.stat().st_size for path in paths)}
+    sizes["disk_bytes"] = sum(path.stat().st_blocks * 512 for path in paths)
+    turn_tokens = len(told["ids"]) - len(found["ids"])
+    return found | sizes | {"whole": whole, "turn": turn, "turn_tokens": turn_tokens, "kept": kept}
+
+
+def measure_restart(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Rows:
+    """A row for every way of answering, medians over rounds; each in processes of its own."""
+    if min(options.tokens, options.answer, options.rounds) < 1:
+        parser.error("--tokens, --answer and --rounds must be at least 1")
+    if options.way:
+        print(json.dumps(run_way(options.way, options)))
+        return []
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    with tqdm(total=options.rounds * (1 + len(WAYS)), unit="process") as bar:
+        for _ in range(options.rounds):
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                for way in (FIRST, *WAYS):
+                    bar.set_postfix_str(way)
+                    named = {"model": options.model, "tokens": options.tokens, "answer": options.answer, "way": way}
+                    rounds.setdefault(way, []).append(run_alone("reuse", "restart", **named, folder=folder))
+                    bar.update()
+    rows, dynamic = [], median(each["first_token_s"] for each in rounds[DYNAMIC])
+    for way, found in rounds.items():
+        told = [each["answer"] == own["kept"]["answer"] for each, own in zip(found, rounds[FIRST], strict=True)]
+        seconds = {name: median(each[name] for each in found) for name in ("cache_s", "first_token_s")}
+        row = {
+            "way": way,
+            "document_tokens": options.tokens,
+            "tokens_read": found[0]["read"],
+            **{name: f"{value:.3f}" for name, value in seconds.items()},
+            "of_dynamic": f"{seconds['first_token_s'] / dynamic:.3f}",
+            "as_kept": "" if way == FIRST else f"{sum(told)}/{len(told)}",
+        }
+        for part in ("whole", "turn"):
+            row[f"{part}_keep_s"] = f"{median(each[part]['keep_s'] for each in found):.3f}" if way == FIRST else ""
+            row[f"{part}_mib"] = f"{found[0][part]['written'] / 2**20:.1f}" if way == FIRST else ""
+        for name in ("turn_tokens", "bytes", "files_bytes", "disk_bytes"):
+            row[name] = found[0][name] if way == FIRST else ""
+        rows.append(row)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    parser = make_parser("reuse", __doc__)
+    parts = parser.add_subparsers(required=True, metavar="copies|restart")
+    copies = parts.add_parser("copies", help="many questions about one document at once")
+    restart = parts.add_parser("restart", help="a second question about it in a new process")
+    copies.set_defaults(measure=measure_copies)
+    restart.set_defaults(measure=measure_restart)
+    for part in (copies, restart):
+        add = part.add_argument
+        add("--model", default=language_model.DEFAULT, help=language_model.HELP)
+        add("--tokens", type=int, default=7500, help="of the document (default: %(default)s)")
+        add("--answer", type=int, default=16, help="tokens of every answer (default: %(default)s)")
+        add("--out", type=new_file, help="CSV table to write")
+    add = copies.add_argument
+    add("--questions", type=int, default=len(QUESTIONS), help=f"{AGAIN} to {len(QUESTIONS)} (default: %(default)s)")
+    add = restart.add_argument
+    add("--rounds", type=int, default=3, help="of all ways; figures are medians (default: %(default)s)")
+    add("--folder", type=Path, help="where the store's folder is made, on the disk to be measured (default: /tmp's)")
+    add("--way", choices=(FIRST, *WAYS), help="one way alone, by the folder of a store, as its processes are called")
+    options = parser.parse_args(arguments)
+    if rows := options.measure(parser, options):
+        report(rows, options.out, model=language_model.label(options.model), threads=torch.get_num_threads())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
