@@ -23,6 +23,7 @@ from eval.shared.tables import align, new_file, write
 from eval.shared.texts import Document, read_prose
 from eval.trials import make_exact_cache
 from qada_cache import KeyMoments
+from qada_cache.kernels.choice import resolve_kernels
 from qada_cache.kernels.operands import Query
 from qada_cache.kernels.query_adaptive import group_queries
 from qada_cache.machine import describe_machine
@@ -52,7 +53,7 @@ def measure_errors(store: TokenStore, query: Query, bits: float, energies: Tenso
     """Mean over one layer's queries and heads of the variance, over tokens, of what estimates are off by."""
     bulk, length = store.bulk, store.bulk.lengths[0]
     keys, values = bulk.read(slice(0, 1), slice(None), 0, length)
-    sketch = BulkSketch(keys, values, Layout.from_bits(keys.shape[3], bits), energies)
+    sketch = BulkSketch(keys, values, Layout.from_bits(keys.shape[3], bits), energies, resolve_kernels(None))
     sketch.append_from(bulk, slice(0, 1))
     found = []
     for head, queries in enumerate(group_queries(query, keys.shape[1])[0].float()):

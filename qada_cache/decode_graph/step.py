@@ -40,7 +40,7 @@ class Step:
         # Of all columns that the near buffers have, seen or not.
         more = store.near_keys.shape[2] - masks[0].shape[3]
         local, pending = (functional.pad(mask, (0, more)) for mask in masks)
-        place = torch.tensor([store.sinks + store.end], device="cpu")
+        place = torch.tensor([store.sinks + store.end], dtype=torch.int64, device="cpu")
         self.parts = place, counts, stored, local, pending, decided
 
     @property
@@ -165,6 +165,6 @@ def find_step(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> 
     if "position_ids" not in inputs:  # what a decoder makes itself, unless it makes them of padding
         if first.padding.known.numel():
             return None
-        inputs["position_ids"] = torch.full((1, 1), first.seen, device=device)
+        inputs["position_ids"] = torch.full((1, 1), first.seen, dtype=torch.int64, device=device)
     step = Step(layers, inputs)
     return step if step.numbers["decisions"] == store.batch else None
