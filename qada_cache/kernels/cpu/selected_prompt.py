@@ -48,18 +48,18 @@ class Call(ctypes.Structure):
 def serves(query: Tensor, value: Tensor) -> bool:
     """Whether `selected_attention` computes a call that `prompt.serves` admits, its build included."""
     dim = query.shape[3]
-    return dim % 4 == 0 and build(dim, value.shape[3], query.dtype) is not None
+    return dim % 4 == 0 and build_selecting(dim, value.shape[3], query.dtype) is not None
 
 
-def define(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
+def define_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
     ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "LEVELS": LEVELS, "ROTATED": find_block(dim)}
     return *prompt.define(dim, value_dim, dtype), *(f"-D{name}={value}" for name, value in ours.items())
 
 
-def build(dim: int, value_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
+def build_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
     """The kernel for these sizes and a dtype, as by `prompt.build_kernel`."""
-    return prompt.build_kernel(SOURCE, Call, NEEDED, define(dim, value_dim, dtype))
+    return prompt.build_kernel(SOURCE, Call, NEEDED, define_selecting(dim, value_dim, dtype))
 
 
 def find_selecting(tokens: int, *, sinks: int, window: int) -> slice:
@@ -149,7 +149,7 @@ def _attend_to_head(
         find_address("covariances", covariances, torch.float32, (blocks, dim, both)),
         find_address("read", read, torch.int64, ()),
     )
-    kernel = build(dim, value_dim, key.dtype)
+    kernel = build_selecting(dim, value_dim, key.dtype)
     assert kernel is not None
     call = Call(
         *addresses,
