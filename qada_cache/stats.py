@@ -151,8 +151,9 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     counted = [layer.counters.record for layer in ours]  # before bytes: it sums what is held
 
     def share(name: str) -> Tensor:
-        found = [each[name].flatten().cpu() / each["decisions"] for each in counted if each[name] is not None]
-        return shard.gather(torch.stack(found) if found else torch.full((len(ours), 1), math.nan, device="cpu"), 1)
+        found = [each[name].flatten().cpu().float() / each["decisions"] for each in counted if each[name] is not None]
+        unknown = torch.full((len(ours), 1), math.nan, dtype=torch.float32, device="cpu")
+        return shard.gather(torch.stack(found) if found else unknown, 1)
 
     on_device, on_host = count_bytes(cache)
     moments = {layer.options.other_moments for layer in ours}
@@ -164,7 +165,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         "resident_bytes": sum(bulk.residents.nbytes for bulk in bulks),
         **{name: sum(int(each[name]) for each in counted) for name in _READ},
     }
-    summed = shard.gather(torch.tensor([list(held.values())], device="cpu"), 0).sum(dim=0).tolist()
+    summed = shard.gather(torch.tensor([list(held.values())], dtype=torch.int64, device="cpu"), 0).sum(dim=0).tolist()
     return CacheStats(
         layers=tuple(layer.index for layer in ours),
         local_share=share("local_heads"),
@@ -181,7 +182,7 @@ def _audit(counted: list[dict[str, Any]], shard: HeadShard) -> AuditStats | None
     sums = [each["audited"].cpu() for each in counted if each["audited"] is not None]
     if not sums:
         return None
-    read_bytes = torch.tensor([sum(each["audited_bytes"] for each in counted)], device="cpu")
+    read_bytes = torch.tensor([sum(each["audited_bytes"] for each in counted)], dtype=torch.int64, device="cpu")
     whole = torch.cat([torch.stack(sums).sum(dim=0), read_bytes])
     decisions, needed, found, called, unread, read = shard.gather(whole[None], 0).sum(dim=0).tolist()
     recall = found / needed if needed else math.nan

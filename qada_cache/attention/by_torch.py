@@ -160,6 +160,8 @@ def _count_and_prefetch(
             assert bulk.sketch is not None
             counters.sketch_read_bytes += bulk.sketch.tensors.count_read_bytes(length) * heads
     if selecting and store.sketch is not None and bulk.offloaded and layer.options.device_budget:
-        counters.bulk_read_bytes += reading.update_residency(bulk, torch.tensor(selecting, device="cpu"))
+        counters.bulk_read_bytes += reading.update_residency(
+            bulk, torch.tensor(selecting, dtype=torch.bool, device="cpu")
+        )
     if any(bulk.lengths) and layer.next_layer is not None and layer.next_layer.store is not None:
         layer.next_layer.counters.bulk_read_bytes += reading.prefetch(layer.next_layer.store.bulk)

@@ -150,7 +150,9 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
             told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
             estimate = gaussian_log_bulk(states, *own.flat, rows.own_log_tokens, **told)
             if 0 in own.count and not store.update_moments:  # frozen before there was anything to know
-                known = torch.tensor(own.count, device="cpu").to(estimate.device, non_blocking=True) > 0
+                known = (
+                    torch.tensor(own.count, dtype=torch.int64, device="cpu").to(estimate.device, non_blocking=True) > 0
+                )
                 says = known.view(-1, 1, 1, 1) | rows.own_log_tokens.isposinf()
                 estimate = estimate.masked_fill(~says, torch.nan)
             found = estimate if found is None else torch.fmax(found, estimate)  # which takes a number before a nan
@@ -158,13 +160,13 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
         return found
     key = weakref.ref(options), query.states.shape[1], query.states.device
     if layer.binding.log_bulk is None or layer.binding.log_bulk[0] != key:
-        long_context = torch.full(
-            (kv_heads, query.states.shape[1] // kv_heads), options.criterion != "local", device="cpu"
-        )
+        shape = kv_heads, query.states.shape[1] // kv_heads
+        long_context = torch.full(shape, options.criterion != "local", dtype=torch.bool, device="cpu")
         if isinstance(options.criterion, StaticHeads):
             own_heads = layer.shared.model.shard.take_own(options.criterion.long_context[layer.index])
             long_context &= own_heads.reshape(kv_heads, -1).cpu()  # one entry for a group broadcasts
-        constant = torch.where(long_context, torch.inf, -torch.inf)[None, :, :, None].float()
+        constant = torch.full(shape, -torch.inf, dtype=torch.float32, device="cpu")
+        constant = constant.masked_fill_(long_context, torch.inf)[None, :, :, None]
         layer.binding.log_bulk = key, constant.to(query.states.device, non_blocking=True)
     return layer.binding.log_bulk[1]
 
@@ -180,7 +182,7 @@ def estimate_by_others(moments: KeyMoments, layer: QAdALayer, states: Tensor, qu
         return gaussian_log_bulk(states, *pair, rows.log_tokens, **told)
     lengths = rows.query_moment_lengths
     means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, shard)
-    found = torch.full((), -torch.inf, device=device)
+    found = torch.full((), -torch.inf, dtype=torch.float32, device=device)
     for length, mean, covariance in zip(
         (0, *lengths), means.split(kv_heads), covariances.split(kv_heads), strict=False
     ):

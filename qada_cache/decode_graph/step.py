@@ -41,7 +41,7 @@ class Step:
         # Of all columns that the near buffers have, seen or not.
         more = store.near_keys.shape[2] - masks[0].shape[3]
         local, pending = (functional.pad(mask, (0, more)) for mask in masks)
-        place = torch.tensor([store.sinks + store.end], device="cpu")
+        place = torch.tensor([store.sinks + store.end], dtype=torch.int64, device="cpu")
         self.parts = place, counts, stored, local, pending, decided
         self._end, self._versions = store.end, [store.version for store in self.stores]
         heads = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self.stores]  # of a token

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, Layout
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
 from ..sketch.coded import RUNGS, RecordLayout, code_tokens, estimate_keys
-from .choice import AUTO_DEVICES, explain_unsupported, resolve_kernels
+from .choice import AUTO_DEVICES, explain_unsupported
 from .reference import find_fault
 
 logger = logging.get_logger(__name__)
@@ -30,13 +30,14 @@ class Coder(NamedTuple):
 
 
 def choose_coder(
-    device: torch.device, dtype: torch.dtype, layout: Layout, value_dim: int, *, plain: bool
+    kernels: str, device: torch.device, dtype: torch.dtype, layout: Layout, value_dim: int, *, plain: bool
 ) -> Coder | None:
     """What codes keys of `dtype` beside values of `value_dim`, `plain` without query energies; None: torch is to.
+    `kernels` is one of `choice.KINDS`.
 
     The trial, which a process makes once for each kind, waits for the device.
     """
-    if resolve_kernels(None) == "torch" or device.type not in AUTO_DEVICES:
+    if kernels == "torch" or device.type not in AUTO_DEVICES:
         return None
     return _find_coder(device, dtype, layout, value_dim, plain)
 

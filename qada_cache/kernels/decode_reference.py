@@ -38,7 +38,7 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
     bulk = BulkAttention(grouped, query, values.shape[3])
     for row, heads in enumerate(whole):
         for head in [head for head, wanted in enumerate(heads) if wanted and lengths[row]]:
-            every = torch.arange(lengths[row], device=layer.bulk_keys.device)
+            every = torch.arange(lengths[row], dtype=torch.int64, device=layer.bulk_keys.device)
             bulk.add_whole(slice(row, row + 1), slice(head, head + 1), *_gather(layer, row, head, every))
             _count(stored, every, lengths[row])
     for one in chosen:
@@ -88,7 +88,7 @@ def predict_keys(sketch: Sketch, rows: slice, tokens: int) -> Tensor:
     kv_heads, tokens, dim]`."""
     made = {name: part[rows] for name, part in sketch.to_tensors().items()}
     made |= {name: made[name][..., :tokens] for name in ("codes", "scales")}
-    of = torch.arange(tokens, device=sketch.codes.device) // SEGMENT_TOKENS
+    of = torch.arange(tokens, dtype=torch.int64, device=sketch.codes.device) // SEGMENT_TOKENS
     return estimate_keys(made, sketch.layout, of=of.clamp_max(count_segments(tokens) - 1))
 
 

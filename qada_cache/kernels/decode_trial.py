@@ -89,7 +89,7 @@ def _compute(
     if elsewhere:
         pointers = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
         addresses = [part.data_ptr() for part in moved]
-        pointers[ELSEWHERE][: len(addresses)] = torch.tensor(addresses, device="cpu")
+        pointers[ELSEWHERE][: len(addresses)] = torch.tensor(addresses, dtype=torch.int64, device="cpu")
         kwargs |= {"resident_pointers": pointers.to(device), "resident_hit_bytes": hit}
     query, rows = (kind(**{name: kwargs.pop(name) for name in names}) for kind, names in ((Query, QUERY), (Rows, ROWS)))
     out, flags = kernel(query, rows, Operands(**kwargs, bulk_read_bytes=read, sketch_read_bytes=sketch_read))
@@ -136,12 +136,12 @@ def _make_scene(
         part.to(dtype) for part in (near_keys, near_values, bulk_keys, bulk_values)
     )
 
-    lengths = torch.tensor([length, SHORT, SHORT], device="cpu")
+    lengths = torch.tensor([length, SHORT, SHORT], dtype=torch.int64, device="cpu")
     kwargs: dict[str, Any] = {"scaling": 4 / dim, "logit_threshold": 0.0, "bulk_lengths": lengths}
-    kwargs["decided"] = torch.tensor([True, True, False], device="cpu")[:, None, None]
+    kwargs["decided"] = torch.tensor([True, True, False], dtype=torch.bool, device="cpu")[:, None, None]
     kwargs["bulk_tokens"] = (lengths + PENDING_COLUMNS)[:, None, None]
     kwargs["states"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
-    columns = torch.arange(COLUMNS, device="cpu")[None, None, None]
+    columns = torch.arange(COLUMNS, dtype=torch.int64, device="cpu")[None, None, None]
     kwargs["local"], kwargs["pending"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + PENDING_COLUMNS)
     used = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
     scores = [4 / dim * queries @ keys.mT for queries, keys in zip(query, used, strict=True)]

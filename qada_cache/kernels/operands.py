@@ -15,21 +15,9 @@ from torch import Tensor
 from ..sketch import BLOCK, count_closed
 from ..sketch.codec import Sketch, list_fields
 from ..sketch.coded import Records
+from .border import OperandError, check_tensor, describe
 
 PENDING_SHARE = 4  # see `Rows.own_log_tokens`
-
-
-class OperandError(ValueError):
-    """A tensor that a kernel would misread, or read out of bounds."""
-
-    def __init__(self, name: str, found: Any, wanted: str) -> None:
-        super().__init__(f"the kernel cannot read these tensors as those of one layer: {name} is {found}, not {wanted}")
-
-
-def describe(tensor: Tensor) -> str:
-    """dtype, shape, strides where they are not those of the shape, and device, for an error message."""
-    strides = "" if tensor.is_contiguous() else f" of strides {list(tensor.stride())}"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{strides} on {tensor.device}"
 
 
 @dataclass(eq=False)
@@ -272,9 +260,7 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
     for near, place in (("near", device), ("bulk", layer.bulk_keys.device)):
         tokens = getattr(layer, f"{near}_keys").shape[2]
         for name, size in ((f"{near}_keys", dim), (f"{near}_values", value_dim)):
-            part, shape = getattr(layer, name), (held, kv_heads, tokens, size)
-            if (part.dtype, tuple(part.shape), part.device) != (states.dtype, shape, place) or part.stride(3) != 1:
-                raise OperandError(name, describe(part), f"{states.dtype} {list(shape)} on {place}, each token in one")
+            check_tensor(name, getattr(layer, name), states.dtype, (held, kv_heads, tokens, size), place, packed=1)
     counters = ("bulk_read_bytes", "sketch_read_bytes")
     expected: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...], torch.device]]
     expected = [(name, getattr(layer, name), torch.int64, (), device) for name in counters]
@@ -294,7 +280,5 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
         for name, (dtype, shape) in list_fields(dim, value_dim, words, capacity).items():
             expected.append((name, getattr(layer.sketch, name), dtype, (held, kv_heads, *shape), device))
     for name, part, dtype, wanted, place in expected:
-        if part is None:
-            continue
-        if (part.dtype, tuple(part.shape), part.device) != (dtype, wanted, place) or not part.is_contiguous():
-            raise OperandError(name, describe(part), f"{dtype} {list(wanted)} on {place}, contiguous")
+        if part is not None:
+            check_tensor(name, part, dtype, wanted, place)

@@ -87,7 +87,7 @@ def select(
     if layer.sketch is None or not any(lengths):
         return (wanted.any(dim=-1).tolist() if any(lengths) else [[]] * len(lengths)), [], []
     unreliable = find_unreliable(grouped, layer.sketch, scaling=query.scaling).view_as(flags)
-    sketched = torch.tensor([length >= MIN_TOKENS for length in lengths], device=flags.device)
+    sketched = torch.tensor([length >= MIN_TOKENS for length in lengths], dtype=torch.bool, device=flags.device)
     selects = wanted & sketched[:, None, None] & ~(unreliable & flags).any(dim=2)
     selecting, whole = torch.stack([selects, wanted & ~selects]).any(dim=-1).tolist()
     chosen, shape = [], flags.shape[2:]  # [group, queries]

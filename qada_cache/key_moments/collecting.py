@@ -53,7 +53,7 @@ class QueryEnergies:
         """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
         None if the queries of a layer that has `keys` were not seen, or are of other heads."""
         _, heads, _, dim = next(iter(keys.values())).shape
-        energies, seen = torch.zeros(layers, heads, dim, device="cpu"), 0
+        energies, seen = torch.zeros(layers, heads, dim, dtype=torch.float32, device="cpu"), 0
         for index in keys.keys() & self.sums.keys():
             sums = self.sums[index]
             if not len(sums) % heads and sums.shape[1] == dim:
@@ -140,14 +140,16 @@ def collect(
             total=tokens * len(passes), desc=f"key moments ({kind})", unit="token", leave=False, delay=1, disable=hidden
         ) as bar:
             for length in passes:
-                first = torch.arange(sink_tokens, device="cpu")
-                spread = torch.linspace(0, length - 1, bulk, device="cpu").round().long() + sink_tokens
+                first = torch.arange(sink_tokens, dtype=torch.int64, device="cpu")
+                spread = (
+                    torch.linspace(0, length - 1, bulk, dtype=torch.float32, device="cpu").round().long() + sink_tokens
+                )
                 # Contiguous positions are left to the model: not every one takes them as an argument.
                 positions = None if length == bulk else torch.cat([first, spread])[None]
                 with observe_queries(model, energies):
                     keys = read_keys(model, ids[None], positions, chunk=chunk, done=bar.update)
                 if scheme == "analytic":
-                    back = -torch.arange(tokens, device="cpu")
+                    back = -torch.arange(tokens, dtype=torch.int64, device="cpu")
                     keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
                 grid += [_take_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = model.config._name_or_path
@@ -187,7 +189,7 @@ def _find_longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:
 def _check_same(shard: HeadShard, kind: str, ids: Tensor) -> None:
     """Raise ValueError, in every process, if they would read different prompts: each has a tokenizer of its own."""
     digest = hashlib.sha256(f"{kind} {ids.tolist()}".encode()).digest()
-    read = shard.gather(torch.tensor([list(digest)], device="cpu"), 0)
+    read = shard.gather(torch.tensor([list(digest)], dtype=torch.int64, device="cpu"), 0)
     if not read.eq(read[0]).all():
         raise ValueError(
             "the processes that share this model would read different prompts: give each the same prompt, tokenizer, "

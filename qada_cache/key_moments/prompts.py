@@ -52,7 +52,7 @@ def make_ids(
         """Indices `[count]` of words or tokens: each drawn anew, or one repeated."""
         drawn = 1 if prompt in ("single-word", "single-token") else count
         made = torch.Generator("cpu").manual_seed(seed)
-        return torch.randint(choices, (drawn,), generator=made, device="cpu").expand(count)
+        return torch.randint(choices, (drawn,), generator=made, dtype=torch.int64, device="cpu").expand(count)
 
     if isinstance(prompt, Tensor):
         ids = prompt.flatten().cpu().long()
@@ -112,13 +112,13 @@ def _find_norms(embeddings: Any) -> Tensor:
     with align_module_device(embeddings):  # accelerate may keep them elsewhere
         weights: Tensor = embeddings.weight.detach()
         if weights.is_meta:
-            return torch.zeros(len(weights), device="cpu")
+            return torch.zeros(len(weights), dtype=torch.float32, device="cpu")
         if hasattr(weights, "full_tensor"):  # each process takes in its own part
             return torch.linalg.vector_norm(weights.float(), dim=-1).full_tensor().cpu()
         if type(weights) is Tensor and weights.is_floating_point():
             rows = weights.split(ROWS)
         else:  # quantised, packed perhaps: only the module itself can look tokens up
-            ids = torch.arange(embeddings.num_embeddings, device=weights.device)
+            ids = torch.arange(embeddings.num_embeddings, dtype=torch.int64, device=weights.device)
             rows = map(embeddings, ids.split(ROWS))
         return torch.cat([torch.linalg.vector_norm(part.float(), dim=-1).cpu() for part in rows])
 

@@ -46,8 +46,8 @@ class Rotation:
         """Frequencies `[dim]`, negative for the first dim of a pair; and partners' indices `[dim]`, of unturned dims
         their own."""
         frequency = torch.zeros(self.dim, dtype=torch.float64, device="cpu")
-        partner = torch.arange(self.dim, device="cpu")
-        pair = torch.arange(pairs := len(self.frequencies), device="cpu")
+        partner = torch.arange(self.dim, dtype=torch.int64, device="cpu")
+        pair = torch.arange(pairs := len(self.frequencies), dtype=torch.int64, device="cpu")
         one, other = (pair, pair + pairs) if self.layout == "half" else (2 * pair, 2 * pair + 1)
         frequency[other] = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
         frequency[one] = -frequency[other]
@@ -107,7 +107,7 @@ def find_rotations(
     and pairs of dims, or that it has no rotary positions. Frequencies may depend on the `length` of the sequence.
     """
     probed = [0, *(position for position in PROBE_POSITIONS if position < length), length - 1]
-    positions = torch.tensor(probed, device="cpu")
+    positions = torch.tensor(probed, dtype=torch.int64, device="cpu")
     ids, places = tokens.repeat_interleave(len(positions)), positions.repeat(len(tokens))
     read = read_keys(model, ids[:, None], places[:, None], chunk=1, done=lambda tokens: None)
     candidates = dict.fromkeys(  # some follow the positions that were read last

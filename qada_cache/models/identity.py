@@ -118,7 +118,8 @@ def _sample(weights: dict[str, Tensor]) -> list[str]:
     for name, weight in weights.items():
         contents = [f"{name} {list(weight.shape)} {weight.dtype}".encode()]
         if weight.numel() and _is_readable(weight):
-            index = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), device=weight.device).long()
+            spread = 0, weight.numel() - 1, min(SAMPLED, weight.numel())
+            index = torch.linspace(*spread, dtype=torch.float32, device=weight.device).long()
             places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
             with (
                 suppress(NotImplementedError),  # torch indexes no tensors of dtypes smaller than a byte

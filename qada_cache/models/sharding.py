@@ -41,7 +41,7 @@ class HeadShard:
 
     def holds_everywhere(self, here: bool) -> bool:
         """Whether it is so in every process; every process calls it."""
-        return bool(self.gather(torch.tensor([here], device="cpu"), 0).all())
+        return bool(self.gather(torch.tensor([here], dtype=torch.bool, device="cpu"), 0).all())
 
 
 UNSHARDED = HeadShard(0, 1, None, torch.device("cpu"))  # of a model that is in one process

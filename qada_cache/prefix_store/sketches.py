@@ -47,7 +47,8 @@ def has_code(layer: dict[str, torch.Tensor], layout: Layout) -> bool:
         (layer[name].dtype, layer[name].shape[1:]) == fields[name] and len(layer[name]) == heads for name in CODES
     )
     return fits and torch.equal(
-        layer["order"].long().sort(dim=-1).values, torch.arange(dim, device="cpu").expand(heads, 1, -1)
+        layer["order"].long().sort(dim=-1).values,
+        torch.arange(dim, dtype=torch.int64, device="cpu").expand(heads, 1, -1),
     )
 
 

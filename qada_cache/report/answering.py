@@ -37,7 +37,7 @@ def read_document(model: PreTrainedModel, asked: Asked, cache: DynamicCache) -> 
 
 def read_tokens(model: PreTrainedModel, ids: list[int], cache: DynamicCache) -> int:
     """Read ids in one pass; the likeliest next token, which is waited for."""
-    given = torch.tensor([ids], device=find_inputs_device(model))
+    given = torch.tensor([ids], dtype=torch.int64, device=find_inputs_device(model))
     return int(model(input_ids=given, **pass_cache(cache), logits_to_keep=1).logits[0, -1].argmax())
 
 

@@ -95,7 +95,9 @@ def estimate_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = N
     `of`, int64 `[tokens]`, says which of the segments each is of."""
     tokens, count = made["scales"].shape[-1], made["units"].shape[-1]
     if of is None and count > 1 and tokens != count * SEGMENT_TOKENS:  # the last one of a bulk may be longer
-        of = torch.arange(tokens, device=made["units"].device).div(SEGMENT_TOKENS, rounding_mode="floor")
+        of = torch.arange(tokens, dtype=torch.int64, device=made["units"].device).div(
+            SEGMENT_TOKENS, rounding_mode="floor"
+        )
         of = of.clamp_max(count - 1)
 
     def of_tokens(name: str) -> Tensor:

@@ -61,7 +61,8 @@ def describe_rows(
         bulk_tokens.append(tokens)
         decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
     masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
-    counts, stored, decides = (torch.tensor(part, device="cpu") for part in (bulk_tokens, bulk_lengths, decided))
+    counts, stored = (torch.tensor(part, dtype=torch.int64, device="cpu") for part in (bulk_tokens, bulk_lengths))
+    decides = torch.tensor(decided, dtype=torch.bool, device="cpu")
     last_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
     deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
     return (*masks, counts.unsqueeze(1), stored, decides.unsqueeze(1)), {

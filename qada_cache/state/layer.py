@@ -85,7 +85,7 @@ class QAdALayer(DynamicLayer):
         store.keep_moments(track=options.tracks_moments, update=options.update_moments)
         energies = options.query_energies
         own = None if energies is None else self.shared.model.shard.take_own(energies[self.index])
-        store.keep_sketch(options.sketch_bits, own, select=options.selects_tokens)
+        store.keep_sketch(options.sketch_bits, own, select=options.selects_tokens, kernels=options.kernels)
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
@@ -236,7 +236,7 @@ def find_selected_rows(verb: str, argument: Any, rows: int) -> list[int]:
     """Of each row that this verb leaves, the old row: what `DynamicCache`, holding `rows` rows, makes of its argument.
     ValueError, where that fails, or has no rows as a result."""
     here = argument.cpu() if isinstance(argument, Tensor) else argument
-    old = torch.arange(rows, device="cpu")[:, None]  # whatever the default device
+    old = torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]  # whatever the default device
     new, cause = None, "what it selects has no dimension of rows, or more than one"
     try:
         if verb == "reorder_cache":

@@ -187,9 +187,9 @@ class TokenStore:
         if update or not frozen:
             self._catch_up(range(self.batch))
 
-    def keep_sketch(self, bits: float, energies: Tensor | None, *, select: bool) -> None:
-        """Keep a sketch with these `BulkSketch.energies`, as if from the start, to `select` tokens by, or because the
-        bulk is coded behind it (then the one that is there stays); none for keys of no whole blocks."""
+    def keep_sketch(self, bits: float, energies: Tensor | None, *, select: bool, kernels: str = "auto") -> None:
+        """Keep a sketch with these `BulkSketch.energies` and `kernels`, as if from the start, to `select` tokens by, or
+        because the bulk is coded behind it (then its code stays); none for keys of no whole blocks."""
         self.version += 1
         layout, kept = Layout.from_bits(self.near_keys.shape[3], bits), self.bulk.sketch
         if (coded := self.record_layout is not None) and energies is None:  # those that records lie behind are kept
@@ -198,9 +198,11 @@ class TokenStore:
         if layout is None or not (select or coded):
             self.bulk.sketch = None
         elif kept is None or not (coded or kept.matches(layout, energies)):
-            self.bulk.sketch = BulkSketch(self.near_keys, self.near_values, layout, energies)
+            self.bulk.sketch = BulkSketch(self.near_keys, self.near_values, layout, energies, kernels)
             for row in self._list_rows():
                 self.bulk.sketch.append_from(self.bulk, row)
+        else:
+            kept.kernels = kernels
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select_rows(self, index: list[int]) -> None:
@@ -222,8 +224,7 @@ class TokenStore:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
         self.version += 1
         self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
-        old = self.bulk
-        self.bulk = self._make_bulk(old.residents.shared, old.residents.index)
+        old, self.bulk = self.bulk, self._make_bulk(self.bulk.residents.shared, self.bulk.residents.index)
         self.bulk.take(old)
         for known in (self.moments, self.bulk.sketch):
             if known is not None:
@@ -254,8 +255,7 @@ class TokenStore:
 
     def _view_recent(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Views of the recent tokens of rows alike."""
-        stop = self.sinks + self.end
-        start = stop - (self.lengths[rows.start] - self.flushed[rows.start])
+        start = (stop := self.sinks + self.end) - (self.lengths[rows.start] - self.flushed[rows.start])
         return self.near_keys[rows, :, start:stop], self.near_values[rows, :, start:stop]
 
     def _extend(self, rows: slice, new: Pair, valid: Tensor | None) -> Pair:

@@ -38,11 +38,14 @@ class BulkSketch:
     again as it grows. So after a crop it is as if the rest had never been seen.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, layout: Layout, energies: Tensor | None) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, layout: Layout, energies: Tensor | None, kernels: str = "auto"
+    ) -> None:
         """Empty, for keys like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`); `energies`, float32
-        `[kv_heads, dim]`, are of the model's queries, None if they are not known."""
+        `[kv_heads, dim]`, are of the model's queries, None if they are not known. `kernels`, one of `choice.KINDS`, may
+        code its tokens."""
         batch, kv_heads, _, dim = keys.shape
-        self.layout = layout
+        self.layout, self.kernels = layout, kernels
         self.lengths = [0] * batch  # tokens of each row that are in it: all of the bulk's, or none
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
         # Its own: those given are part of a tensor of all layers, which every copy would copy.
@@ -77,7 +80,7 @@ class BulkSketch:
     def find_coder(self) -> Coder | None:
         """What codes its tokens, if not torch."""
         value_dim, device = self.covariance.shape[2], self.covariance.device
-        return choose_coder(device, self.dtype, self.layout, value_dim, plain=self.energies is None)
+        return choose_coder(self.kernels, device, self.dtype, self.layout, value_dim, plain=self.energies is None)
 
     def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,

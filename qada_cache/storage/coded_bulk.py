@@ -137,7 +137,8 @@ class CodedBulk(Bulk):
             return coder.record(*places, keys, values, self._weights, self.layout)
         weights, sketch = self._find_weights(slice(None)), self.sketch.tensors.map(lambda held: held[rows])
         told = {"first": self.stored[rows.start], "segments": count_segments(self.lengths[rows.start])}
-        if (found := code_records(keys, values, sketch, weights, self.layout, **told)) is not None:
+        compiles = self.sketch.kernels != "torch"
+        if compiles and (found := code_records(keys, values, sketch, weights, self.layout, **told)) is not None:
             return found
         return code_tokens(keys, values, estimate_keys(made, self.sketch.layout), weights, self.layout)
 
@@ -166,12 +167,16 @@ class CodedBulk(Bulk):
         if count:
             assert self.sketch is not None
             weights, found = self._find_weights(heads), None
-            if not isinstance(tokens, Tensor):
+            if not isinstance(tokens, Tensor) and self.sketch.kernels != "torch":
                 sketch = self.sketch.tensors.map(lambda held: held[rows, heads])
                 told = {"first": tokens[0], "segments": count_segments(self.lengths[row])}
                 found = decode_records(records, sketch, weights, self.layout, **told)
             if found is None:
-                index = tokens if isinstance(tokens, Tensor) else torch.arange(*tokens, device=self.device)
+                index = (
+                    tokens
+                    if isinstance(tokens, Tensor)
+                    else torch.arange(*tokens, dtype=torch.int64, device=self.device)
+                )
                 index = index[:count]
                 predicted = self._predict(rows, heads, index)
                 found = decode_keys(records, predicted, weights, self.layout), decode_values(records, self.layout)

@@ -144,7 +144,7 @@ def _differs_from_causal(own: Tensor, real: Tensor) -> Tensor:
     """Whether a real token of a call sees others of it than the real ones up to itself, a bool scalar; `own` bool
     `[batch or 1, queries, queries]`, `real` `[batch or 1, queries]`. A block at a time, as `own` may be the largest
     tensor of a prompt."""
-    tokens = torch.arange(own.shape[1], device=own.device)
+    tokens = torch.arange(own.shape[1], dtype=torch.int64, device=own.device)
     differs = []
     for first in range(0, own.shape[1], COMPARED):
         block = slice(first, first + COMPARED)

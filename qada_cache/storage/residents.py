@@ -173,7 +173,8 @@ class LayerResidents:
         if self._pointers is None or self._pointers[0] != found:
             rows, kv_heads = range(len(self.scores)), range(len(self.scores[0]))
             table = [[found.get((row, head), (0, 0)) for head in kv_heads] for row in rows]
-            self._pointers = found, torch.tensor(table, device="cpu").to(self.device, non_blocking=True)
+            pointers = torch.tensor(table, dtype=torch.int64, device="cpu")
+            self._pointers = found, pointers.to(self.device, non_blocking=True)
         return self._pointers[1]
 
     def append(self, rows: slice, *added: Tensor) -> None:

@@ -140,7 +140,7 @@ def test_other_strides_are_not_the_compiled_kernels() -> None:
     for name in ("near_keys", "bulk_values"):
         shape = given[name].shape
         wrong = given | {name: torch.zeros(*shape[:2], 2 * shape[2], shape[3])[:, :, ::2]}
-        with pytest.raises(ValueError, match="do not lie one after the other"):
+        with pytest.raises(ValueError, match=f"{name} is .* of strides .*, the last 2 dimensions contiguous"):
             compiled_decode.fused_decode(*step_of(**wrong))
 
 

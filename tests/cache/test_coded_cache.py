@@ -19,8 +19,9 @@ from transformers import DynamicCache, PreTrainedModel
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.attention import support
 from qada_cache.files import private_map
-from qada_cache.kernels import choice
-from qada_cache.kernels.cpu import building, compiled_decode
+from qada_cache.kernels import choice, coding, cpu
+from qada_cache.kernels.cpu import building, compiled_decode, recording
+from qada_cache.kernels.cpu import prompt as prompt_kernel
 from qada_cache.serving.memory import estimate_bytes
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.coded_bulk import CodedBulk
@@ -399,3 +400,40 @@ def test_memory_that_a_call_is_expected_to_take() -> None:
     assert plain == 100_000 * 2 * 2 * 1.5 * 2 * 64 * 4
     assert 100_000 * 2 * 2 * (68 + 13) < coded < 0.25 * plain
     assert estimate_bytes(tiny(head_dim=12), 1000, 0, 4) == estimate_bytes(tiny(head_dim=12), 1000, 0)
+
+
+def test_torch_codes_for_caches_that_want_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither C++ nor Triton is called to code, or to decode, what a cache, a fork or a loaded one with
+    `kernels="torch"` stores; a fork that wants them has them again."""
+    called: list[str] = []
+    for module in (cpu, prompt_kernel, recording):
+        monkeypatch.setattr(module, "build_library", lambda *_: called.append("C++"))
+    monkeypatch.setattr(coding, "AUTO_DEVICES", ("cpu",))
+    monkeypatch.setattr(coding, "_find_coder", lambda *_: called.append("Triton"))
+    for cached in (cpu.build, prompt_kernel._build_once, recording.build_coder):
+        cached.cache_clear()
+    model, ids, path = tiny(), prompt(PROMPT)[0], tmp_path / "cache.safetensors"
+
+    @torch.no_grad()
+    def grow(cache: QAdACache) -> set[str]:
+        for start, stop in ((0, 40), (40, 41), (41, 700)):  # a long turn reads all that was coded, and a crop too
+            model(ids[:, start:stop], **pass_cache(cache))
+        cache.crop(-690)
+        found = set(called)
+        called.clear()
+        return found
+
+    monkeypatch.setenv("QADA_KERNELS", "auto")
+    cache = filled(model, ids, bulk_bits=8, kernels="torch", **SELECTING)
+    cache.save(path)
+    with_kernels = cache.fork(kernels="auto")
+    assert not called
+    for each in (cache, cache.fork(threshold=0.5)):
+        assert not grow(each)
+    assert grow(with_kernels) == {"C++", "Triton"}
+    assert not grow(with_kernels.fork(kernels="torch"))
+    monkeypatch.setenv("QADA_KERNELS", "torch")  # of what is asked for nothing, and of what is loaded
+    for each in (filled(model, ids, bulk_bits=8, **SELECTING), QAdACache.load(path, model)):
+        assert not grow(each)
+    for cached in (cpu.build, prompt_kernel._build_once, recording.build_coder):
+        cached.cache_clear()

@@ -89,6 +89,10 @@ def sketched(given: Given) -> Found:
     return decoding(given, token_threshold=1e-3, audit_every=3)
 
 
+def coded(given: Given) -> Found:
+    return decoding(given, bulk_bits=8)
+
+
 def whole_heads(given: Given) -> Found:
     return decoding(given, moments="current", token_threshold=0, update_moments=False, kernels="torch")
 
@@ -105,7 +109,7 @@ def static_heads(given: Given) -> Found:
     return [(heads := StaticHeads.load(path)).long_context, *decoding(given, criterion=heads)]
 
 
-@pytest.mark.parametrize("use", [sketched, whole_heads, offloaded, static_heads])
+@pytest.mark.parametrize("use", [sketched, coded, whole_heads, offloaded, static_heads])
 def test_a_cache_does_the_same(use: Callable, tmp_path: Path) -> None:
     with small_buffers(), small_sketch(6, 16):
         there, here = both(use, tmp_path)

@@ -75,3 +75,37 @@ def test_what_runs_on_one_transformers_calls_nothing_of_it() -> None:
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     called |= {f"{node.module}.{name.name}" for name in node.names}
     assert {name for name in called if name.partition(".")[0] == "transformers"} == {"transformers.utils.logging"}
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Every call in the package, with its file."""
+    for path in sorted(HOUSE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                yield path.relative_to(HOUSE).as_posix(), node
+
+
+def is_number(node: ast.expr) -> bool:
+    """Whether it is written as one."""
+    node = node.operand if isinstance(node, ast.UnaryOp) else node
+    return isinstance(node, ast.Constant) or ast.unparse(node).split(".")[-1] in ("inf", "nan", "pi")
+
+
+def test_every_tensor_that_is_made_names_its_dtype() -> None:
+    """Else it has torch's default dtype, which users may set to half precision, or one that its numbers happen to have:
+    of two numbers, and of a call that makes tensors. `torch.as_tensor` keeps that of ids which a user gives."""
+    makers = {f"torch.{made.__name__}" for made in _device_constructors()}
+    found = []
+    for file, call in calls():
+        named = any(given.arg == "dtype" for given in call.keywords)
+        chosen = ast.unparse(call.func) == "torch.where" and all(map(is_number, call.args[1:3]))
+        if chosen or (ast.unparse(call.func) in makers and not named):
+            found.append(f"{file}: {ast.unparse(call.func)}")
+    assert found == ["prefix_store/checking.py: torch.as_tensor"]
+
+
+def test_addresses_are_taken_where_tensors_are_checked() -> None:
+    """For C++: a decode step's, which come each time, are checked by `operands.check`."""
+    taken = {file for file, call in calls() if isinstance(call.func, ast.Attribute) and call.func.attr == "data_ptr"}
+    ours = {file for file in taken if file.startswith("kernels/cpu/")}
+    assert ours == {"kernels/cpu/addresses.py", "kernels/cpu/compiled_decode.py"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import needs_compiler
+from compilers import needs_bytes, needs_compiler
 from reference import gaussian_log_bulk, log_mass
 from small_sketch import small_sketch
 from transformers import AutoTokenizer
@@ -22,7 +22,7 @@ from eval.shared import lm_tasks
 from eval.shared.tables import read
 from qada_cache import KeyMoments, StaticHeads
 from qada_cache.attention import decode
-from qada_cache.kernels.cpu import prompt, selected_prompt
+from qada_cache.kernels.cpu import selected_prompt
 
 
 def test_static_heads_from_the_oracle() -> None:
@@ -83,7 +83,7 @@ def test_sweep(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.skipif(prompt.INSTRUCTIONS not in prompt.read_instructions(), reason="selects elsewhere")
+@needs_bytes
 @pytest.mark.usefixtures("own_tasks")
 def test_sweep_of_selected_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each threshold's prompts are read once for both of its variants; a table of exact ones goes on."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compilers import needs_compiler
+from compilers import needs_bytes, needs_compiler
 from models import prompt, tiny
 from small_sketch import small_sketch
 from transformers import DynamicCache, PreTrainedModel
@@ -23,7 +23,6 @@ from eval.shared.selecting import list_prompt_ways
 from eval.shared.tables import read
 from eval.shared.texts import Document
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.kernels.cpu import prompt as prompt_kernel
 from qada_cache.kernels.cpu import selected_prompt
 from qada_cache.sketch import Layout
 from qada_cache.versions import pass_cache
@@ -187,7 +186,7 @@ def test_every_way_on_models_of_other_kinds(family: str, document: Document) -> 
 
 
 @needs_compiler
-@pytest.mark.skipif(prompt_kernel.INSTRUCTIONS not in prompt_kernel.read_instructions(), reason="selects elsewhere")
+@needs_bytes
 @pytest.mark.parametrize("question", [1, 9])
 def test_prompts_read_by_selection(question: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the exactly read prompt: one that reads all of it loses what its prompt lost, and the default more or

@@ -32,9 +32,9 @@ def main() -> int:
         failed += not is_clean(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor)
         if records is not None:
             failed += not is_clean(recording.SOURCE, cpu.define("FLOAT32", dim, value_dim, 1, records), processor)
-    sources = (prompt.SOURCE, selected_prompt.SOURCE) if machine == "x86_64" else ()
-    for source, sizes, dtype in product(sources, PROMPT_SIZES, prompt.NUMBERS):
-        failed += not is_clean(source, prompt.define(*sizes, dtype), "cooperlake")
+    of_prompts = (prompt.SOURCE, prompt.define), (selected_prompt.SOURCE, selected_prompt.define_selecting)
+    for (source, define), sizes, dtype in product(of_prompts, PROMPT_SIZES, prompt.NUMBERS):
+        failed += machine == "x86_64" and not is_clean(source, define(*sizes, dtype), "cooperlake")
     return failed
 
 

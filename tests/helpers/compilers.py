@@ -1,8 +1,8 @@
-"""Whether kernels can be compiled here."""
+"""Whether kernels can be compiled and run here."""
 
 import pytest
 
-from qada_cache.kernels.cpu import building
+from qada_cache.kernels.cpu import building, prompt, selected_prompt
 
 
 def compiler() -> str | None:
@@ -14,3 +14,9 @@ def compiler() -> str | None:
 
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs Linux and a C++ compiler")
+needs_pairs = pytest.mark.skipif(
+    not prompt.read_instructions() >= prompt.NEEDED, reason="this processor multiplies no pairs of bfloat16"
+)
+needs_bytes = pytest.mark.skipif(
+    not prompt.read_instructions() >= selected_prompt.NEEDED, reason="this processor selects no prompts"
+)

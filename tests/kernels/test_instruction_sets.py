@@ -14,25 +14,15 @@ from test_selected_tokens import test_what_is_not_finite_shows as check_what_is_
 from test_triton import COMPILED, needs_compiler
 
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import building
+from qada_cache.kernels.cpu import building, prompt
 
 SETS = {"x86-64": set(), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
-
-
-def supported() -> set[str]:
-    """Of the processor, as Linux names them."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = [line for line in file if line.startswith("flags")]
-    except OSError:
-        return set()
-    return set(lines[0].split()) if lines else set()
 
 
 # The newest set is what processors of today build anyway.
 @pytest.fixture(params=mark_rest_slow([(name,) for name in SETS], 2))
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
+    if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= prompt.read_instructions():
         pytest.skip("the processor cannot run it")
     flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in building.FLAGS]
     monkeypatch.setattr(building, "FLAGS", tuple(flags))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import needs_compiler
+from compilers import needs_compiler, needs_pairs
 from harness import Inputs, new_layer
 from models import exact, forced, tiny, tiny_like
 from models import prompt as words
@@ -22,9 +22,6 @@ from qada_cache.kernels.cpu import building, prompt
 from qada_cache.kernels.operands import Query
 from qada_cache.versions import pass_cache
 
-needs_pairs = pytest.mark.skipif(
-    prompt.INSTRUCTIONS not in prompt.read_instructions(), reason="this processor multiplies no pairs of bfloat16"
-)
 pytestmark = [needs_compiler, needs_pairs]
 
 SIZES = [(64, 64), (128, 128), (80, 48), (16, 96), (18, 16), (256, 256)]
@@ -166,11 +163,11 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     call = tensors(100, 100, 64, 64)
     monkeypatch.setattr(building, "_load", fails)
-    prompt.build.cache_clear()
+    prompt._build_once.cache_clear()
     assert not prompt.serves(*call, causal=True)
     assert not prompt.serves(*call, causal=False)
     monkeypatch.undo()
-    prompt.build.cache_clear()
+    prompt._build_once.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -290,6 +287,6 @@ def test_where_the_model_s_own_attention_serves(why: str, monkeypatch: pytest.Mo
 
 def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt, "read_instructions", set)
-    prompt.build.cache_clear()
+    prompt._build_once.cache_clear()
     assert prompt.build(64, 64, torch.bfloat16) is None
-    prompt.build.cache_clear()
+    prompt._build_once.cache_clear()

@@ -8,10 +8,11 @@ import record_reference
 import torch
 from compilers import needs_compiler
 from models import prompt, tiny
-from test_instruction_sets import SETS, supported
+from test_instruction_sets import SETS
 
 from qada_cache import QAdACache
 from qada_cache.kernels.cpu import building, recording
+from qada_cache.kernels.cpu.prompt import read_instructions
 from qada_cache.sketch import Layout, count_closed, count_segments
 from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import RecordLayout, code_tokens, estimate_keys, find_query_weights
@@ -24,7 +25,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(params=SETS)
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= supported():
+    if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= read_instructions():
         pytest.skip("the processor cannot run it")
     monkeypatch.setattr(building, "FLAGS", tuple(f.replace("native", request.param) for f in building.FLAGS))
     recording.build_coder.cache_clear()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import needs_compiler
+from compilers import needs_bytes, needs_compiler
 from harness import Inputs, new_layer
 from models import exact, forced, tiny
 from models import prompt as words
@@ -21,10 +21,7 @@ from qada_cache.kernels.cpu import prompt, selected_prompt
 from qada_cache.kernels.operands import Query
 from qada_cache.versions import pass_cache
 
-needs_pairs = pytest.mark.skipif(
-    prompt.INSTRUCTIONS not in prompt.read_instructions(), reason="this processor multiplies no pairs of bfloat16"
-)
-pytestmark = [needs_compiler, needs_pairs]
+pytestmark = [needs_compiler, needs_bytes]
 
 LEAST = 192  # far keys, so that short prompts select
 THETA = 60.0  # at which some far keys are read, and some are not

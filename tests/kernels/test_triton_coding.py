@@ -260,11 +260,10 @@ def test_a_trial_tells_what_is_wrong() -> None:
 def test_torch_codes_where_triton_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, cpu = Layout.from_bits(32, 1), torch.device("cpu")
     assert layout is not None
-    assert choose_coder(cpu, torch.float32, layout, 20, plain=True) is None
+    assert choose_coder("auto", cpu, torch.float32, layout, 20, plain=True) is None
     monkeypatch.setattr(dispatch, "AUTO_DEVICES", ("cpu",))
     dispatch._find_coder.cache_clear()
-    found = choose_coder(cpu, torch.float32, layout, 20, plain=True)
+    found = choose_coder("auto", cpu, torch.float32, layout, 20, plain=True)
     assert found == ((coding.code_segments, deriving.derive, recording.code_records) if INTERPRETED else None)
-    assert choose_coder(cpu, torch.float64, layout, 20, plain=True) is None
-    monkeypatch.setenv("QADA_KERNELS", "torch")
-    assert choose_coder(cpu, torch.float32, layout, 20, plain=True) is None
+    assert choose_coder("auto", cpu, torch.float64, layout, 20, plain=True) is None
+    assert choose_coder("torch", cpu, torch.float32, layout, 20, plain=True) is None

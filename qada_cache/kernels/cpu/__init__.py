@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from ...sketch import HADAMARD, WORD_BITS, codec, selection
 from ...sketch.coded import RecordLayout
+from ..border import check_tensor
+from .addresses import CPU, find_address
 from .building import build_library, check_memory
 
 MIN_TOKENS = 1024  # fewer keys are not worth a build
@@ -57,17 +59,22 @@ def compiled_partial_attention(
 ) -> tuple[Tensor, Tensor] | None:
     """Same contract as `reference.partial_attention`, for the calls that `supports` admits; None if it cannot be built.
     Threads share the work evenly for any number of heads, by splitting keys if needed."""
-    batch, heads, queries, dim = query.shape
+    (batch, heads, queries, dim), (tokens, value_dim) = query.shape, value.shape[2:]
+    check_tensor("query", query, ELEMENTS, query.shape, CPU, packed=0)
     room = round_queries(queries)
-    kernels = build(query.dtype, dim, value.shape[3], room, None)
+    kernels = build(query.dtype, dim, value_dim, room, None)
     if kernels is None:
         return None
     query = functional.pad(query, (0, 0, 0, room - queries)).contiguous()
-    out = torch.empty(batch, heads, room, value.shape[3], dtype=torch.float32, device=query.device)
+    out = torch.empty(batch, heads, room, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch, heads, room, dtype=torch.float32, device=query.device)
     kernels.partial_attention(
-        *(tensor.data_ptr() for tensor in (query, key, value, out, lse)),
-        *(batch, heads, key.shape[2], *key.stride()[:2], *value.stride()[:2]),
+        find_address("query", query, query.dtype, (batch, heads, room, dim)),
+        find_address("key", key, query.dtype, (batch, heads, tokens, dim), packed=2),
+        find_address("value", value, query.dtype, (batch, heads, tokens, value_dim), packed=2),
+        find_address("out", out, torch.float32, (batch, heads, room, value_dim)),
+        find_address("lse", lse, torch.float32, (batch, heads, room)),
+        *(batch, heads, tokens, *key.stride()[:2], *value.stride()[:2]),
         *(THREAD_TOKENS, torch.get_num_threads(), scaling),
     )
     return out[:, :, :queries], lse[:, :, :queries]

@@ -11,28 +11,16 @@ from torch import Tensor
 from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, selection
 from ...sketch.coded import Records
 from .. import cpu, operands
-from ..operands import OperandError, Operands, Query, check
+from ..border import OperandError, check_tensor, describe
+from ..operands import Operands, Query, check
 from ..turn import attend_to_turn
+from .addresses import CPU, View, find_view, view
 from .building import check_size
 
 GROUP_RULES = {"head": 0, "any": 1}
 FLAGS = 32  # tensors of them that are made at once, as each by itself would take as long as it takes to decide
 NEW = ("new_keys", "new_values")
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
-
-
-class View(ctypes.Structure):
-    """Address and strides of a tensor's rows and heads, in elements; stride 0 if all share one."""
-
-    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64))
-
-
-def view(tensor: Tensor | None) -> View:
-    """A view of `[rows, ...]` or `[rows, kv_heads, ...]`; one row stands for all."""
-    if tensor is None:
-        return View()
-    row = 0 if tensor.shape[0] == 1 else tensor.stride(0)
-    return View(tensor.data_ptr(), row, tensor.stride(1) if tensor.dim() > 1 else 0)
 
 
 class Rows(ctypes.Structure):
@@ -95,10 +83,10 @@ class _Bound:
 
     def __init__(self, query: Query, layer: Operands) -> None:
         states, sketch, value_dim = query.states, layer.sketch, layer.near_values.shape[3]
+        check_tensor("query", states, cpu.ELEMENTS, states.shape, CPU, packed=0)  # and all that was checked with it
         buffers = {name: getattr(layer, name) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values")}
-        if not all(map(cpu.has_contiguous_rows, buffers.values())):
-            raise ValueError("the tokens of a head do not lie one after the other")
-        views, group = buffers | {"log_bulk": query.log_bulk}, states.shape[1] // layer.kv_heads
+        views: dict[str, Tensor | None] = {"log_bulk": query.log_bulk}
+        group = states.shape[1] // layer.kv_heads
         decode = self._decode = Decode(batch=states.shape[0], kv_heads=layer.kv_heads)
         decode.split_tokens, decode.min_sketched = cpu.THREAD_TOKENS, MIN_TOKENS
         decode.segment_tokens, decode.last_tokens = SEGMENT_TOKENS, LAST_TOKENS
@@ -122,6 +110,8 @@ class _Bound:
             views["record_weights"] = records.weights[None]
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
+        for name, tensor in buffers.items():  # the tokens of a head lie one after the other
+            setattr(decode, name, find_view(name, tensor, states.dtype, tensor.shape, packed=2))
         self._log_bulk = decode.log_bulk  # a view of its fields
         kernels = cpu.build(states.dtype, states.shape[3], value_dim, group, records.layout if records else None)
         assert kernels is not None
@@ -140,7 +130,7 @@ class _Bound:
         new = () if query.unstored is None else [part.contiguous() for part in query.unstored]
         for name, part, (dtype, shape) in zip(NEW, new, self._new, strict=False):
             if (part.dtype, part.shape, part.is_cpu) != (dtype, shape, True):
-                raise OperandError(name, operands.describe(part), f"{dtype} {list(shape)} on cpu")
+                raise OperandError(name, describe(part), f"{dtype} {list(shape)} on cpu")
         decode.new_keys, decode.new_values = [part.data_ptr() for part in new] or (None, None)
         if rows.derived is None:
             rows.derived = Rows(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)

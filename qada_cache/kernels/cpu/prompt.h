@@ -22,6 +22,10 @@
 #include <limits>
 #include <memory>
 
+#if !defined(__AVX512F__) || !defined(__AVX512BF16__)
+#error "the processor multiplies no pairs of bfloat16 (AVX512-BF16)"
+#endif
+
 namespace {
 
 using Number = NUMBER;
@@ -32,6 +36,7 @@ constexpr int STRIP = 6;              // queries whose sums, of 4 vectors each, 
 constexpr int CHUNK = 4 * LANES;      // keys whose scores a strip sums at once
 constexpr int TILE = 4 * CHUNK;       // keys between two looks at a strip's sums of values
 constexpr int WORDS = DIM / IN_WORD;  // of a query or a key
+static_assert(DIM % IN_WORD == 0 && VALUE_DIM % LANES == 0);
 constexpr int SUMMED = 64;            // of these, at once
 // Vectors of values summed at once, a divisor of a row's.
 constexpr int ROW = VALUE_DIM / LANES;

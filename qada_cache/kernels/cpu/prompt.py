@@ -10,13 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..border import OperandError
+from .addresses import find_address
 from .building import build_library, check_memory, check_size
 
 MIN_QUERIES = 64  # fewer are bound by memory, as decoding is
 MIN_TOKENS = 512  # fewer keys are not worth a build
 SOURCE = Path(__file__).with_name("prompt.cpp")
-INSTRUCTIONS = "avx512_bf16"  # as Linux has it among the processor's flags
+# That the source asks for by name, as Linux has them among the processor's flags. A virtual machine may mask any.
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512_bf16"})
 NUMBERS = {torch.bfloat16: "uint16_t", torch.float32: "float"}  # as C++ has them
+OUT = (torch.bfloat16, torch.float32)  # what it writes, whatever it reads
 
 
 class Call(ctypes.Structure):
@@ -70,13 +74,22 @@ def prompt_attention(
 
     MemoryError, if there is none for keys and values of one head, which are packed for the processor.
     """
-    kernel = build(query.shape[3], value.shape[3], query.dtype)
+    (batch, heads, queries, dim), (kv_heads, tokens, value_dim) = query.shape, value.shape[1:]
+    if heads % max(1, kv_heads) or (causal and tokens < queries):
+        raise OperandError("query", list(query.shape), f"of a multiple of {kv_heads} heads, and of known tokens")
+    addresses = (
+        find_address("query", query, NUMBERS, query.shape, packed=1),
+        find_address("key", key, query.dtype, (batch, kv_heads, tokens, dim), packed=1),
+        find_address("value", value, query.dtype, (batch, kv_heads, tokens, value_dim), packed=1),
+        find_address("out", out, OUT, (batch, heads, queries, value_dim), packed=1),
+        None if lse is None else find_address("lse", lse, torch.float32, (batch, heads, queries)),
+    )
+    kernel = build(dim, value_dim, query.dtype)
     assert kernel is not None
     call = Call(
-        *(tensor.data_ptr() for tensor in (query, key, value, out)),
-        None if lse is None else lse.data_ptr(),
+        *addresses,
         *((ctypes.c_int64 * 3)(*tensor.stride()[:3]) for tensor in (query, key, value, out)),
-        *(*query.shape[:2], key.shape[1], query.shape[2], key.shape[2]),
+        *(batch, heads, kv_heads, queries, tokens),
         *(causal, out.dtype == torch.bfloat16, torch.get_num_threads(), scaling),
     )
     kernel.prompt_attention(ctypes.byref(call))
@@ -87,26 +100,34 @@ def define(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     return f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DNUMBER={NUMBERS[dtype]}"
 
 
-@functools.cache
-def build(
-    dim: int, value_dim: int, dtype: torch.dtype, source: Path = SOURCE, call: type[ctypes.Structure] = Call
+def build(dim: int, value_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The kernel for these sizes and a dtype, as by `build_kernel`."""
+    return build_kernel(SOURCE, Call, NEEDED, define(dim, value_dim, dtype))
+
+
+def build_kernel(
+    source: Path, call: type[ctypes.Structure], needed: frozenset[str], macros: tuple[str, ...]
 ) -> ctypes.CDLL | None:
-    """The kernel for these sizes and a dtype, built if need be; None on a processor without its instructions, and, with
-    one warning, if it cannot be built. `source` has `prompt_attention` of one `call`."""
-    if INSTRUCTIONS not in read_instructions():
-        return None
+    """`source`, which has `prompt_attention` of one `call`, built if need be; None on a processor without the `needed`
+    instructions, and, with one warning, if it cannot be built."""
+    return _build_once(source, call, macros) if needed <= read_instructions() else None
+
+
+@functools.cache
+def _build_once(source: Path, call: type[ctypes.Structure], macros: tuple[str, ...]) -> ctypes.CDLL | None:
     warning = f"{source.name}, a fast kernel for prompts, could not be built, and a slower one serves"
-    if (kernel := build_library(source, define(dim, value_dim, dtype), warning)) is None:
+    if (kernel := build_library(source, macros, warning)) is None:
         return None
     kernel.prompt_attention.errcheck = check_memory
     check_size(call, kernel.call_size(), source)
     return kernel
 
 
-def read_instructions() -> set[str]:
-    """The names of instruction sets that the processor and the system have, where Linux tells."""
+@functools.cache
+def read_instructions() -> frozenset[str]:
+    """The names of instruction sets that the processor and the system have, where Linux tells. Nothing else asks."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((set(line.split()) for line in file if line.startswith("flags")), set())
+            return next((frozenset(line.split()) for line in file if line.startswith("flags")), frozenset())
     except OSError:
-        return set()
+        return frozenset()

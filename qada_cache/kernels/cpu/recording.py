@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ...sketch import SEGMENT_TOKENS
-from ...sketch.codec import Sketch
+from ...sketch.codec import Sketch, list_fields
 from ...sketch.coded import RecordLayout
+from ..border import OperandError
 from . import ELEMENTS, define
+from .addresses import View, find_view
 from .building import build_library, check_size
-from .compiled_decode import View, view
 
 SOURCE = Path(__file__).with_name("records.cpp")
 OF_SKETCH = ("codes", "scales", "units", "centres", "weights", "order")
@@ -40,7 +41,7 @@ def code_records(
         return None
     records = torch.empty(*keys.shape[:3], layout.size, dtype=torch.uint8, device="cpu")
     keys, values = keys.float().contiguous(), values.float().contiguous()
-    _call(library.code_records, records, keys, values, sketch, weights, first=first, segments=segments)
+    _call(library.code_records, records, keys, values, sketch, weights, layout, first=first, segments=segments)
     return records
 
 
@@ -61,21 +62,33 @@ def decode_records(
         return None
     if (library := build_coder(layout)) is None:
         return None
-    keys, values = (torch.empty(*records.shape[:3], size, device="cpu") for size in (layout.dim, layout.value_dim))
-    _call(library.decode_records, records, keys, values, sketch, weights, first=first, segments=segments)
+    sizes = layout.dim, layout.value_dim
+    keys, values = (torch.empty(*records.shape[:3], size, dtype=torch.float32, device="cpu") for size in sizes)
+    _call(library.decode_records, records, keys, values, sketch, weights, layout, first=first, segments=segments)
     return keys, values
 
 
 def _call(
     function: Callable, records: Tensor, keys: Tensor, values: Tensor, sketch: Sketch, weights: Tensor,
-    *, first: int, segments: int,
+    layout: RecordLayout, *, first: int, segments: int,
 ) -> None:  # fmt: skip
-    rows, heads, tokens = records.shape[:3]
-    weights = weights.expand(heads, -1).contiguous()[None]
-    tensors = {"records": records, "keys": keys, "values": values, "record_weights": weights}
-    tensors |= {name: getattr(sketch, name) for name in OF_SKETCH}
-    call = Coding(**{name: view(tensor) for name, tensor in tensors.items()}, batch=rows, heads=heads, tokens=tokens)
-    call.first, call.room, call.segment_tokens = first, sketch.codes.stride(2), SEGMENT_TOKENS
+    (rows, heads, tokens), capacity = records.shape[:3], sketch.scales.shape[2]
+    if not 0 <= first <= capacity - tokens:
+        raise OperandError("first", first, f"from 0 to {capacity - tokens}, as the sketch has room for {capacity}")
+    if not 0 < segments <= sketch.units.shape[2]:
+        raise OperandError("segments", segments, f"from 1 to {sketch.units.shape[2]}, as the sketch has")
+    weights, each = weights.expand(heads, -1).contiguous()[None], (rows, heads)
+    views = {
+        "records": find_view("records", records, torch.uint8, (*each, tokens, layout.size), packed=2),
+        "keys": find_view("keys", keys, torch.float32, (*each, tokens, layout.dim), packed=2),
+        "values": find_view("values", values, torch.float32, (*each, tokens, layout.value_dim), packed=2),
+        "record_weights": find_view("weights", weights, torch.float32, (1, heads, layout.dim), packed=2),
+    }
+    fields = list_fields(layout.dim, layout.value_dim, sketch.codes.shape[2], capacity)
+    for name, (dtype, shape) in ((name, fields[name]) for name in OF_SKETCH):
+        views[name] = find_view(name, getattr(sketch, name), dtype, (*each, *shape), packed=len(shape))
+    call = Coding(**views, batch=rows, heads=heads, tokens=tokens)
+    call.first, call.room, call.segment_tokens = first, capacity, SEGMENT_TOKENS
     call.segments, call.threads, call.words = segments, torch.get_num_threads(), sketch.layout.words
     function(ctypes.byref(call))
 

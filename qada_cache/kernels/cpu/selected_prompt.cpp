@@ -1,5 +1,5 @@
 // Selected attention of a prompt's queries, one KV head at a time: what `selected_prompt.py` says, which builds this
-// file, in the macros of prompt.h.
+// file, in the macros of prompt.h and its own.
 //
 // A block of queries of one head meets its near keys, then the codes of the far ones from the newest on. Codes are
 // bytes, so that one product has four dimensions of 16 keys. A query's scores are powers of two, less the one of all
@@ -10,12 +10,17 @@
 
 #include "prompt.h"
 
+#if !defined(__AVX512VNNI__)
+#error "the processor multiplies no bytes (AVX512-VNNI)"
+#endif
+
 namespace {
 
-constexpr int STRIPS = 11;
-constexpr int BLOCK = STRIPS * STRIP;  // queries that read together
+// `selected_prompt.py` defines SEGMENT, BLOCK, LEVELS and ROTATED, the channels that are rotated together.
+static_assert(SEGMENT == CHUNK && BLOCK % STRIP == 0 && LEVELS < 128);
+constexpr int STRIPS = BLOCK / STRIP;
 constexpr int QUADS = DIM / 4;         // four bytes of a code
-constexpr int LEVELS = 127;            // of a code, either way
+constexpr int ZERO = LEVELS + 1;       // of a query's bytes
 constexpr float FLAT = 1e-6;             // a variance of scores below is rounding, and values follow nothing
 constexpr float MOST = 100;            // a key of a score beyond is always read
 
@@ -24,9 +29,9 @@ struct Call {
     const Number *query, *key, *value;    // [group, queries, DIM], [tokens, DIM], [tokens, VALUE_DIM]
     void* out;                            // [group, queries, VALUE_DIM], bfloat16 or float32
     const Number* centres;                // [segments, DIM], of keys from `first` on
-    const uint32_t* codes;                // [segments, QUADS, CHUNK], signed bytes
-    const int32_t* corrections;           // [segments, CHUNK]: -128 times a code's sum
-    const float* steps;                   // [segments, CHUNK]: of codes
+    const uint32_t* codes;                // [segments, QUADS, SEGMENT], signed bytes
+    const int32_t* corrections;           // [segments, SEGMENT]: -ZERO times a code's sum
+    const float* steps;                   // [segments, SEGMENT]: of codes
     const float* means;                   // [blocks, DIM + VALUE_DIM], of far keys and their values
     const float* covariances;             // [blocks, DIM, DIM + VALUE_DIM], of far keys with these
     int64_t* read;                        // to which the pairs of a query and a far key that were read are added
@@ -39,15 +44,15 @@ struct Call {
 
 // Far keys of a block: whole segments between sinks and the window of its first query.
 inline int64_t far_stop(const Call& call, int64_t query) {
-    return (call.start + query - call.window + 1) / CHUNK * CHUNK;
+    return (call.start + query - call.window + 1) / SEGMENT * SEGMENT;
 }
 
 struct Block {
     Strip strips[STRIPS];
-    uint32_t query[BLOCK][WORDS], query_codes[BLOCK][QUADS];  // bytes, of which 128 is zero
+    uint32_t query[BLOCK][WORDS], query_codes[BLOCK][QUADS];  // bytes
     alignas(64) float query_steps[BLOCK], base[BLOCK], cut[BLOCK];
     alignas(64) float centred[BLOCK][CHUNK];  // scores of the centres of some segments, less `base`
-    alignas(64) float scores[BLOCK][CHUNK];
+    alignas(64) float scores[BLOCK][SEGMENT];
     __m512 met[BLOCK], unread[BLOCK], lifted[BLOCK];  // sums of weights, of those unread, and of these by their scores
     alignas(64) float slopes[BLOCK][VALUE_DIM], mean_scores[BLOCK];  // of lines of regression, in powers of two
     uint32_t keys[TILE * WORDS], values[TILE / IN_WORD * VALUE_DIM];
@@ -59,16 +64,15 @@ inline float widen(Number number) {
     else return loaded<float>(std::array<uint16_t, 2>{0, uint16_t(number)}.data());
 }
 
-// What keys' codes are of: Hadamard blocks, of the largest power of two that divides DIM.
+// What keys' codes are of: Hadamard blocks.
 void rotate(float* state) {
-    constexpr int SIZE = DIM & -DIM;
-    for (int half = 1; half < SIZE; half *= 2)
+    for (int half = 1; half < ROTATED; half *= 2)
         for (int first = 0; first < DIM; first += 2 * half)
             for (int each = first; each < first + half; each++) {
                 const float one = state[each], other = state[each + half];
                 state[each] = one + other, state[each + half] = one - other;
             }
-    for (int d = 0; d < DIM; d++) state[d] *= 1 / std::sqrt(float(SIZE));
+    for (int d = 0; d < DIM; d++) state[d] *= 1 / std::sqrt(float(ROTATED));
 }
 
 // A query's code, from its state, which is rotated.
@@ -77,7 +81,7 @@ void encode(Block& block, int q, float* state, float scaling) {
     float most = std::numeric_limits<float>::min();
     for (int d = 0; d < DIM; d++) most = std::max(most, std::abs(state[d]));
     uint8_t* code = (uint8_t*)block.query_codes[q];
-    for (int d = 0; d < DIM; d++) code[d] = 128 + (int)std::nearbyint(state[d] * (LEVELS / most));
+    for (int d = 0; d < DIM; d++) code[d] = ZERO + (int)std::nearbyint(state[d] * (LEVELS / most));
     block.query_steps[q] = most / LEVELS * scaling;
 }
 
@@ -111,22 +115,22 @@ INLINED __m512 about_power_of_two(__m512 x) {
 
 // Estimated scores of a strip and the keys of a segment, to `scores`; which keys reach the cut, to `asked`.
 INLINED void estimate(Block& block, int strip, const Call& call, int64_t segment, __mmask16* asked) {
-    const uint32_t* codes = call.codes + segment * QUADS * CHUNK;
+    const uint32_t* codes = call.codes + segment * QUADS * SEGMENT;
     __m512 sums[STRIP][4];
     UNROLLED for (int c = 0; c < 4; c++) {
-        const __m512 correction = _mm512_loadu_ps(call.corrections + segment * CHUNK + c * LANES);
+        const __m512 correction = _mm512_loadu_ps(call.corrections + segment * SEGMENT + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) sums[q][c] = correction;
     }
     for (int quad = 0; quad < QUADS; quad++) {
         __m512i column[4];
-        UNROLLED for (int c = 0; c < 4; c++) column[c] = _mm512_loadu_si512(codes + quad * CHUNK + c * LANES);
+        UNROLLED for (int c = 0; c < 4; c++) column[c] = _mm512_loadu_si512(codes + quad * SEGMENT + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) {
             const __m512i row = _mm512_set1_epi32(block.query_codes[strip * STRIP + q][quad]);
             UNROLLED for (int c = 0; c < 4; c++) sums[q][c] = added_bytes(sums[q][c], row, column[c]);
         }
     }
     UNROLLED for (int c = 0; c < 4; c++) {
-        const __m512 step = _mm512_loadu_ps(call.steps + segment * CHUNK + c * LANES);
+        const __m512 step = _mm512_loadu_ps(call.steps + segment * SEGMENT + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) {
             const int query = strip * STRIP + q;
             const __m512 product = _mm512_cvtepi32_ps((__m512i)sums[q][c]);
@@ -154,7 +158,7 @@ void score_centres(Block& block, const Call& call, int64_t segment, int64_t segm
 
 // Meets the far keys of a block, up to `stop`: sums of what is estimated of those unread, and the others to `chosen`.
 void scan(Block& block, const Call& call, int64_t stop) {
-    const int64_t segments = (stop - call.first) / CHUNK;
+    const int64_t segments = (stop - call.first) / SEGMENT;
     const float share = std::log2(call.threshold / (stop - call.first));
     block.chosen.clear();
     for (int q = 0; q < BLOCK; q++)
@@ -162,7 +166,7 @@ void scan(Block& block, const Call& call, int64_t stop) {
     for (int64_t segment = segments - 1; segment >= 0; segment--) {
         if (segment % CHUNK == CHUNK - 1 || segment == segments - 1)
             score_centres(block, call, segment / CHUNK * CHUNK, segments);
-        if ((segments - 1 - segment) % (TILE / CHUNK) == 0)
+        if ((segments - 1 - segment) % (TILE / SEGMENT) == 0)
             for (int q = 0; q < BLOCK; q++)
                 block.cut[q] = std::min(MOST, std::log2(_mm512_reduce_add_ps(block.met[q])) + share);
         __mmask16 asked[4] = {};
@@ -180,7 +184,7 @@ void scan(Block& block, const Call& call, int64_t stop) {
         }
         for (int c = 0; c < 4; c++)
             for (uint32_t left = asked[c]; left; left &= left - 1)
-                block.chosen.push_back(call.first + segment * CHUNK + c * LANES + __builtin_ctz(left));
+                block.chosen.push_back(call.first + segment * SEGMENT + c * LANES + __builtin_ctz(left));
     }
 }
 

@@ -20,13 +20,16 @@ import torch
 from torch import Tensor
 
 from ...sketch import rotate
+from ...sketch.coded import find_block
 from . import prompt
+from .addresses import find_address
 
 SOURCE = Path(__file__).with_name("selected_prompt.cpp")
-SEGMENT = 64  # keys that share a centre
-BLOCK = 66  # queries that read together
+NEEDED = prompt.NEEDED | {"avx512_vnni"}  # for products of bytes
+SEGMENT = 64  # keys that share a centre, as many as a chunk of prompt.h
+BLOCK = 66  # queries that read together, a multiple of a strip of prompt.h
 FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
-LEVELS = 127
+LEVELS = 127  # of a code, either way
 
 
 class Call(ctypes.Structure):
@@ -44,8 +47,19 @@ class Call(ctypes.Structure):
 
 def serves(query: Tensor, value: Tensor) -> bool:
     """Whether `selected_attention` computes a call that `prompt.serves` admits, its build included."""
-    dim, value_dim = query.shape[3], value.shape[3]
-    return dim % 4 == 0 and prompt.build(dim, value_dim, query.dtype, SOURCE, Call) is not None
+    dim = query.shape[3]
+    return dim % 4 == 0 and build_selecting(dim, value.shape[3], query.dtype) is not None
+
+
+def define_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """The macros that `SOURCE` is built with."""
+    ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "LEVELS": LEVELS, "ROTATED": find_block(dim)}
+    return *prompt.define(dim, value_dim, dtype), *(f"-D{name}={value}" for name, value in ours.items())
+
+
+def build_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The kernel for these sizes and a dtype, as by `prompt.build_kernel`."""
+    return prompt.build_kernel(SOURCE, Call, NEEDED, define_selecting(dim, value_dim, dtype))
 
 
 def find_selecting(tokens: int, *, sinks: int, window: int) -> slice:
@@ -111,20 +125,34 @@ def _attend_to_head(
 ) -> int:
     """Returns the pairs of a query and a far key that were not read."""
     queries, (tokens, dim), value_dim = query.shape[1], key.shape, value.shape[1]
-    starts = torch.arange(start, start + queries, BLOCK, device="cpu")
+    starts = torch.arange(start, start + queries, BLOCK, dtype=torch.int64, device="cpu")
     counts = (starts - window + 1) // SEGMENT - first // SEGMENT  # far segments of each block
     far = slice(first, first + int(counts[-1]) * SEGMENT)
     keys, values = (part[far].unflatten(0, (-1, SEGMENT)).float() for part in (key, value))
     centres = keys.mean(dim=1).to(key.dtype)
     codes, steps = _round(keys - centres.float().unsqueeze(1))
     words = codes.to(torch.int8).view(torch.int32).transpose(1, 2).contiguous()
-    corrections = (-128 * codes.sum(dim=-1)).to(torch.int32)
+    corrections = (-(LEVELS + 1) * codes.sum(dim=-1)).to(torch.int32)  # queries' bytes have zero there
     far_pairs = query.shape[0] * int((counts * SEGMENT * (start + queries - starts).clamp_max(BLOCK)).sum())
-    made, read = (centres, words, corrections, steps, *_average(keys, values, counts)), torch.zeros_like(counts[0])
-    kernel = prompt.build(dim, value_dim, key.dtype, SOURCE, Call)
+    means, covariances = _average(keys, values, counts)
+    read, segments, blocks, both = torch.zeros_like(counts[0]), len(keys), len(counts), dim + value_dim
+    addresses = (
+        find_address("query", query, key.dtype, (*query.shape[:2], dim), packed=1),
+        find_address("key", key, prompt.NUMBERS, (tokens, dim), packed=1),
+        find_address("value", value, key.dtype, (tokens, value_dim), packed=1),
+        find_address("out", out, prompt.OUT, (*query.shape[:2], value_dim), packed=1),
+        find_address("centres", centres, key.dtype, (segments, dim)),
+        find_address("codes", words, torch.int32, (segments, dim // 4, SEGMENT)),
+        find_address("corrections", corrections, torch.int32, (segments, SEGMENT)),
+        find_address("steps", steps, torch.float32, (segments, SEGMENT)),
+        find_address("means", means, torch.float32, (blocks, both)),
+        find_address("covariances", covariances, torch.float32, (blocks, dim, both)),
+        find_address("read", read, torch.int64, ()),
+    )
+    kernel = build_selecting(dim, value_dim, key.dtype)
     assert kernel is not None
     call = Call(
-        *(tensor.data_ptr() for tensor in (query, key, value, out, *made, read)),
+        *addresses,
         *(*query.stride()[:2], key.stride(0), value.stride(0), *out.stride()[:2]),
         *(query.shape[0], queries, tokens, start, first, window),
         *(out.dtype == torch.bfloat16, torch.get_num_threads(), scaling, threshold),
@@ -135,8 +163,7 @@ def _attend_to_head(
 
 def _round(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers and steps of rotated vectors `[..., dim]`, float32."""
-    dim = vectors.shape[-1]
-    rotated = rotate(vectors, dim & -dim)
+    rotated = rotate(vectors, find_block(vectors.shape[-1]))
     steps = rotated.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
     return torch.round(rotated / steps.unsqueeze(-1)), steps
 

@@ -1,0 +1,256 @@
+"""What C++ is handed is checked, kernel by kernel: else it would read, or write, what is not its own."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compilers import needs_bytes, needs_compiler, needs_pairs
+from decode_scene import Scene, step_of
+from models import prompt as words
+from models import tiny
+from torch import Tensor
+
+from qada_cache import QAdACache
+from qada_cache.kernels import cpu
+from qada_cache.kernels.border import OperandError, check_tensor, is_packed
+from qada_cache.kernels.cpu import building, compiled_decode, prompt, recording, selected_prompt
+from qada_cache.sketch import Layout, count_segments
+from qada_cache.sketch.codec import Sketch
+from qada_cache.sketch.coded import RecordLayout
+from qada_cache.versions import pass_cache
+
+pytestmark = needs_compiler
+TOKENS = 1300
+HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same numbers, each but the last far from the next."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+def refuse(call: Callable[..., Any], given: dict[str, Any], wrong: dict[str, list[Change]]) -> None:
+    """The call computes what it is given, and refuses each of these changes in words that name the tensor."""
+    call(**given)
+    for name, changes in wrong.items():
+        for change in changes:
+            with pytest.raises(OperandError, match="the kernel cannot read these tensors as those of one layer"):
+                call(**given | {name: change(given[name])})
+
+
+def test_partial_attention() -> None:
+    given = {
+        "query": torch.randn(1, 2, 3, 32),
+        "key": torch.randn(1, 2, TOKENS, 32),
+        "value": torch.randn(1, 2, TOKENS, 16),
+    }
+    wrong: dict[str, list[Change]] = {
+        "query": [Tensor.half, Tensor.double, on_meta, lambda t: t[:, :1], lambda t: t[..., :24]],
+        "key": [
+            Tensor.half,
+            on_meta,
+            apart,
+            lambda t: t[:, :, 1:],
+            lambda t: t[..., :24],
+            lambda t: t.mT.contiguous().mT,
+        ],
+        "value": [Tensor.half, Tensor.double, on_meta, apart, lambda t: t[:, :1], lambda t: t[:, :, ::2]],
+    }
+    refuse(lambda **told: cpu.compiled_partial_attention(**told, scaling=0.2), given, wrong)
+
+
+def test_decode_step() -> None:
+    """A CPU's kernel, whatever else the operands agree on; `tests/attention/test_dtypes.py` has the rest."""
+    scene = Scene(padding=(0,))
+    given = scene.arguments("cpu") | scene.decision_arguments()
+    compiled_decode.fused_decode(*step_of(**given))
+    for change in (on_meta, Tensor.double):
+        all_of_them = {n: change(t) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in given.items()}
+        with pytest.raises(OperandError):
+            compiled_decode.fused_decode(*step_of(**all_of_them))
+
+
+def make_records() -> dict[str, Any]:
+    made = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 3, TOKENS, size, generator=made) for size in (64, 32))
+    layout, energies = RecordLayout.from_bits(64, 32, 8), torch.rand(3, 64, generator=made)
+    assert layout is not None
+    sketch = Sketch.of(keys, values, energies, Layout.from_bits(64, 1.5))
+    told = {"sketch": sketch, "weights": energies.sqrt(), "layout": layout, "first": 0}
+    return {"keys": keys, "values": values, **told, "segments": count_segments(TOKENS)}
+
+
+def without(sketch: Sketch, name: str, change: Change) -> Sketch:
+    return Sketch(**{key: change(part) if key == name else part for key, part in sketch.to_tensors().items()})
+
+
+def test_records() -> None:
+    given = make_records()
+    of_sketch = [
+        lambda sketch, name=name, change=change: without(sketch, name, change)
+        for name in recording.OF_SKETCH
+        for change in (Tensor.double, on_meta, apart, lambda t: t[:1], lambda t: t[:, :2], lambda t: t[..., :-8])
+    ]
+    common: dict[str, list[Any]] = {
+        "sketch": of_sketch,
+        "weights": [Tensor.double, Tensor.half, on_meta, lambda t: t[..., :32].repeat(1, 3)],
+        "first": [lambda first: first - 1, lambda first: first + 1],
+        "segments": [lambda count: 0, lambda count: count + 1],
+    }
+    refuse(recording.code_records, given, common | {"values": [on_meta, lambda t: t[:, :, 1:], lambda t: t[..., :16]]})
+    records = recording.code_records(**given)
+    assert records is not None
+    given = {name: part for name, part in given.items() if name not in ("keys", "values")} | {"records": records}
+    refuse(recording.decode_records, given, common | {"records": [lambda t: t.to(torch.int8)]})
+
+
+def tensors(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    made = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, tokens, DIM, generator=made).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    return {"query": query, "key": key, "value": value, "out": torch.empty_like(query)}
+
+
+OF_PROMPT: dict[str, list[Change]] = {
+    "query": [Tensor.half, Tensor.double, on_meta, apart, lambda t: t[:, :3], lambda t: t[..., :8]],
+    "key": [Tensor.half, Tensor.bfloat16, on_meta, apart, lambda t: t[..., :8], lambda t: t[:, :, :-1]],
+    "value": [Tensor.half, Tensor.bfloat16, on_meta, apart, lambda t: t[:, :1], lambda t: t[:, :, :-1]],
+    "out": [
+        Tensor.half,
+        Tensor.double,
+        on_meta,
+        apart,
+        lambda t: t[:, :3],
+        lambda t: t[:, :, 1:],
+        lambda t: t[..., :8],
+    ],
+}
+
+
+@needs_pairs
+def test_prompts() -> None:
+    given = tensors(80) | {"lse": torch.empty(1, HEADS, 80)}
+    of_lse: list[Change] = [Tensor.half, Tensor.double, on_meta, apart, lambda t: t[:, :, 1:]]
+    refuse(lambda **told: prompt.prompt_attention(**told, scaling=0.2, causal=True), given, OF_PROMPT | {"lse": of_lse})
+    with pytest.raises(OperandError, match="of known tokens"):
+        prompt.prompt_attention(
+            **given | {"key": given["key"][:, :, 9:], "value": given["value"][:, :, 9:]}, scaling=1, causal=True
+        )
+
+
+@needs_bytes
+def test_selected_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selected_prompt, "FAR", 64)
+    told = {"scaling": 0.2, "threshold": 4.0, "sinks": 16, "window": 112}
+    refuse(lambda **given: selected_prompt.selected_attention(**given, **told), tensors(500), OF_PROMPT)
+
+
+SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
+    "deterministic": (torch.use_deterministic_algorithms, True, False),
+    "denormal": (torch.set_flush_denormal, True, False),
+    "threads": (torch.set_num_threads, 3, 1),
+    "gradients": (torch.set_grad_enabled, True, False),
+}
+
+
+@needs_bytes
+@pytest.mark.parametrize("setting", ["autocast", *SETTINGS])
+@torch.no_grad()
+def test_settings_of_the_process(setting: str) -> None:
+    """What a user may have set for a whole process changes nothing of what C++ is handed."""
+    model, ids = tiny("llama", head_dim=16), words(1500)[0]
+
+    def read() -> Tensor:
+        cache = QAdACache(model, moments="current", bulk_bits=8, prefill_threshold=12.0)
+        first = model(ids[:, :1400], **pass_cache(cache)).logits
+        return torch.cat(
+            [first, *(model(ids[:, a:b], **pass_cache(cache)).logits for a, b in ((1400, 1480), (1480, 1481)))], 1
+        )
+
+    plain = read()
+    if setting == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert read().isfinite().all()
+        return
+    model.requires_grad_(False)
+    change, other, back = SETTINGS[setting]
+    change(other)
+    try:
+        found = read()
+    finally:
+        change(back)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_a_checked_tensor() -> None:
+    """Dimensions of one number may have any stride; the error says what was found, and what is wanted."""
+    tensor, there = torch.zeros(3, 1, 4), torch.device("cpu")
+    assert is_packed(tensor[:, ::2], 3)
+    assert is_packed(tensor[..., :2], 1)
+    assert not is_packed(tensor[..., :2], 3)
+    assert not is_packed(tensor[..., ::2], 1)
+    check_tensor("it", tensor, (torch.half, torch.float32), (3, 1, 4), there)
+    wanted = "it is float32 [3, 1, 4] on cpu, not torch.int64 or torch.bool [3, 1, 4] on cpu, contiguous"
+    with pytest.raises(OperandError, match=re.escape(wanted)):
+        check_tensor("it", tensor, (torch.int64, torch.bool), (3, 1, 4), there)
+
+
+@pytest.mark.parametrize(
+    ("needed", "build"), [(prompt.NEEDED, prompt.build), (selected_prompt.NEEDED, selected_prompt.build_selecting)]
+)
+def test_a_processor_that_lacks_any_instruction(
+    needed: frozenset[str], build: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual machine may mask each by itself."""
+    built: list[tuple] = []
+    monkeypatch.setattr(prompt, "_build_once", lambda *told: built.append(told))
+    for missing in needed:
+        monkeypatch.setattr(prompt, "read_instructions", lambda missing=missing: needed - {missing})
+        assert build(64, 64, torch.bfloat16) is None
+    assert not built
+    monkeypatch.setattr(prompt, "read_instructions", lambda: needed)
+    build(64, 64, torch.bfloat16)
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("selects", [False, True])
+def test_needed_instructions_are_all_that_a_source_asks_for(selects: bool, dtype: torch.dtype) -> None:
+    """A compiler that is told of no others compiles it; without its own it says so, rather than the processor."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the source is for x86-64")
+    module, own, asked = prompt, "avx512_bf16", prompt.define(64, 64, dtype)
+    if selects:
+        module, own, asked = selected_prompt, "avx512_vnni", selected_prompt.define_selecting(64, 64, dtype)
+    flags = [flag for flag in building.FLAGS if flag not in ("-march=native", "-shared", "-O3")]
+    command = [building.find_compiler(), *flags, "-march=x86-64", *asked, "-S", "-o", "/dev/null", str(module.SOURCE)]
+    sets = {name: f"-m{name.replace('_', '')}" for name in module.NEEDED}
+    subprocess.run([*command, *sets.values()], check=True)
+    done = subprocess.run(
+        [*command, *(flag for name, flag in sets.items() if name != own)], capture_output=True, check=False
+    )
+    assert done.returncode
+    assert b"the processor multiplies no" in done.stderr
+    written = re.findall(r'asm\("(\w+)', module.SOURCE.read_text() + module.SOURCE.with_name("prompt.h").read_text())
+    assert written == ["vpdpbusd"] * selects  # which a compiler does not look into
+
+
+def test_constants_of_selected_prompts_have_one_definition() -> None:
+    source, macros = selected_prompt.SOURCE.read_text(), selected_prompt.define_selecting(80, 48, torch.float32)
+    given = dict(macro.removeprefix("-D").split("=") for macro in macros)
+    assert given | {"SEGMENT": "64", "BLOCK": "66", "LEVELS": "127", "ROTATED": "16"} == given
+    assert not re.search(r"constexpr \w+ (SEGMENT|BLOCK|LEVELS|ROTATED)\b", source)
