@@ -35,12 +35,13 @@ def list_libraries(
     if layout is not None:
         macros = recording.define_coder(layout)
         found.append(Library(recording.SOURCE, macros, partial(recording.build_coder, layout)))
-    if plain and prompt.INSTRUCTIONS in prompt.read_instructions() and prompt.serves_sizes(dim, value_dim, dtype):
-        of_prompt, macros = (dim, value_dim, dtype), prompt.define(dim, value_dim, dtype)
-        if options.prefill_threshold and dim % 4 == 0:
-            build = partial(prompt.build, *of_prompt, selected_prompt.SOURCE, selected_prompt.Call)
-            found.append(Library(selected_prompt.SOURCE, macros, build))
-        found.append(Library(prompt.SOURCE, macros, partial(prompt.build, *of_prompt)))
+    instructions = prompt.read_instructions()
+    if plain and instructions >= prompt.NEEDED and prompt.serves_sizes(dim, value_dim, dtype):
+        of_prompt = dim, value_dim, dtype
+        if options.prefill_threshold and dim % 4 == 0 and instructions >= selected_prompt.NEEDED:
+            macros, build = selected_prompt.define_selecting(*of_prompt), selected_prompt.build_selecting
+            found.append(Library(selected_prompt.SOURCE, macros, partial(build, *of_prompt)))
+        found.append(Library(prompt.SOURCE, prompt.define(*of_prompt), partial(prompt.build, *of_prompt)))
     return found
 
 

@@ -212,5 +212,5 @@ def _is_of_real_token(layer: QAdALayer, mask: Any) -> bool:
         return False
     if not padding.known.numel() and mask.all():
         return True
-    told = {"batch": store.batch, "seen": layer.seen + 1, "queries": 1, "first": True}
+    told: dict[str, Any] = {"batch": store.batch, "seen": layer.seen + 1, "queries": 1, "first": True}
     return layer.shared.forward_pass.read_padding(padding, mask, **told)[1:] == (None, None)
