@@ -59,7 +59,7 @@ outside_graphs = torch.compiler.disable(
 def check_implementation(config: PreTrainedConfig) -> None:
     """Raise ValueError if the config belongs to no model yet, or its attention is none that is known to be softmax
     attention over all keys."""
-    name = config._attn_implementation
+    name = getattr(config, "_attn_implementation", None)
     if name is None:
         raise ValueError(
             "this config belongs to no model (it names no attention implementation): pass model.config, or the model"
