@@ -223,12 +223,6 @@ class QAdACache(WatchedCache):
                 layer.apply_options()
         return twin
 
-    def __iter__(self):
-        raise TypeError(
-            "QAdACache cannot be unpacked into keys and values (nn.DataParallel does that): run one process per "
-            "device, or use save() to keep a cache"
-        )
-
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":
         self._finish_pass()

@@ -12,12 +12,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .attention import generation
+from .no_tensors import NoTensors
 from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, check_crop, find_selected_rows
 from .storage.bulk import Bulk
 
 
-class WatchedCache(DynamicCache):
+class WatchedCache(NoTensors, DynamicCache):
     """Knows how far a pass has come (`Progress`), and refuses to go on after an interruption.
 
     A pass comes to the layers in order: between passes `reached` is the last layer. A layer of keys makes one call in
