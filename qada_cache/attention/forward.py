@@ -257,7 +257,7 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
     if managed.config is not None and managed.config is not module.config:
         generation.refuse_other_model(name)
     if first and 1 < tokens < layer.seen:
-        generation.check_repeated()
+        generation.warn_of_repeated()
     if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: another module may have it
         if managed.shard is UNSHARDED:  # as far as is known, of a cache that was built from a config alone
             check_sharding(module, name)

@@ -51,15 +51,15 @@ def find_prompt() -> Prompt:
     return Prompt(False, 0)
 
 
-def check_repeated() -> None:
-    """Raise ValueError if the pass under way gives the whole text to a cache that holds it: `generate` does so at every
-    step but the first if it is told not to use a cache."""
+def warn_of_repeated() -> None:
+    """Log, once, that the pass under way gives the whole text to a cache that holds it, if so: `generate` does at every
+    step but the first, to any cache, if it is told not to use one."""
     for frame, _ in _find_own_call():
         told = frame.f_locals.get("model_kwargs")
         if frame.f_code is not _PREFILL and isinstance(told, dict) and told.get("use_cache") is False:
-            raise ValueError(
-                "generate was given a QAdACache and use_cache=False, by which it gives the cache the whole text again "
-                "at every step: leave out use_cache=False (of the generation config too), or the cache"
+            logger.warning_once(
+                "generate was given a QAdACache and use_cache=False, by which it does not use the cache but gives it "
+                "the whole text again at every step: leave out use_cache=False (of generation_config too), or the cache"
             )
         return
 

@@ -161,7 +161,7 @@ class QAdALayer(DynamicLayer):
             instead = (
                 f"read tokens by model(input_ids, {CACHE}=cache), QAdACache.load a saved cache, or use DynamicCache"
             )
-            if not _is_in_a_module():
+            if _is_put_in():
                 raise RuntimeError(
                     f"layer {self.index}: keys that QAdACache returned did not come back. It is not filled by update() "
                     "from outside, as its model alone has the queries that attend to the keys: reset() it, then "
@@ -241,10 +241,11 @@ class QAdALayer(DynamicLayer):
             self.select_rows(find_selected_rows(verb, argument, self.store.batch))
 
 
-def _is_in_a_module() -> bool:
-    """Whether a module of torch is at work in this thread: a model, or a part of one."""
-    frames = traceback.walk_stack(inspect.currentframe())
-    return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame, _ in frames)
+def _is_put_in() -> bool:
+    """Whether somebody calls `update`, and no module of torch, a model or a part of one, is at work in this thread."""
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+    in_module = any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in frames)
+    return not in_module and any(frame.f_code.co_name == "update" for frame in frames)
 
 
 def find_adaptive_tokens(layers: Iterable[Any], window: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -80,19 +81,19 @@ def test_a_model_that_leaves_it_out(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 
 @pytest.mark.parametrize("how", ["given", "config"])
-def test_use_cache_is_false(how: str) -> None:
-    """`generate` then gives the cache the whole text at every step, and the first one alone is right."""
+def test_use_cache_is_false(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`generate` then gives any cache the whole text at every step but the first, which masks may show."""
     model, options = tiny(), {"use_cache": False} if how == "given" else {}
     model.generation_config.use_cache = how != "config"
     cache = exact(model)
-    with pytest.raises(ValueError, match=r"use_cache=False.*whole text again.*leave out use_cache=False"):
-        generate(model, TEXT, cache, tokens=6, **options)
+    generate(model, TEXT, cache, tokens=1, **options)
     assert cache.get_seq_length() == 60
-    generate(model, TEXT, cache := exact(model), tokens=1, **options)
-    more = prompt(20, seed=2)[0]
-    got = forced(model, more, [20], cache)  # what was refused has left nothing behind
-    wanted = forced(model, torch.cat([TEXT, more], dim=1), [80], DynamicCache(config=model.config))[:, 60:]
-    assert (got - wanted).abs().max() < 1e-3
+    assert not caplog.records
+    with suppress(ValueError):  # of the oldest transformers' masks
+        generate(model, TEXT, exact(model), tokens=6, **options)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "use_cache=False, by which it does not use the cache" in said[0]
 
 
 def encoder_decoder() -> PreTrainedModel:
