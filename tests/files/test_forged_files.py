@@ -208,6 +208,8 @@ def test_fields_of_layers_of_another_kind(scene: Scene) -> None:
         before, after = fields[:at], fields[at + 1 :]
         refuses(scene, before + after)
         for kind, value in KINDS.items():
+            if kind == "a flag" and name == "record_past":
+                continue  # which assisted decoding sets, and older transformers cannot go on with
             scene.check(scene.tensors | FORGED, with_fields(scene, [*before, [name, value], *after]))
             for place, _ in held["dict"] if isinstance(held, dict) and "dict" in held else ():
                 if kind == "a tensor" and name.endswith("_states"):
