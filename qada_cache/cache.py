@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import cache_file, tuned_choice
 from .attention import forward as attention
-from .attention import support
+from .attention import generation, support
 from .criterion import StaticHeads
 from .decode_graph import make_graph
 from .kernels import choice
@@ -183,7 +183,7 @@ class QAdACache(WatchedCache):
             if tokens <= self.options.window:
                 self._bar.close()
             else:
-                prompt = max(held + tokens, attention.find_prompt().tokens)
+                prompt = max(held + tokens, generation.find_prompt().tokens)
                 self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
         states = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[union-attr]  # who calls has keys
         self._note(layer_idx, "keys")
@@ -223,12 +223,6 @@ class QAdACache(WatchedCache):
             if isinstance(layer, QAdALayer):
                 layer.apply_options()
         return twin
-
-    def __iter__(self):
-        raise TypeError(
-            "QAdACache cannot be unpacked into keys and values (nn.DataParallel does that): run one process per "
-            "device, or use save() to keep a cache"
-        )
 
     @torch.inference_mode(False)  # the copies are written to later, perhaps outside inference mode
     def __deepcopy__(self, memo: dict) -> "QAdACache":

@@ -16,13 +16,15 @@ from .models import find_full_attention_config, find_inputs_device, identity
 from .models.sharding import check_unsharded, count_processes
 from .state import DECIDING, LAID_OUT, Shared
 from .state.layer import QAdALayer
-from .state.record import BULK, RECORDS, check_alike, check_stock, record_layer, restore_layer
+from .state.record import BULK, RECORDS, check_alike, record_layer, restore_layer
+from .state.stock import check_stock
 from .storage import transfers
 
 KIND = "qada-cache"
 # Tables and moments are tensors; the process that loads a file chooses its kernels.
 _OPTIONS = tuple(name for name in DECIDING + LAID_OUT if name not in ("criterion", "moments", "kernels", "cuda_graph"))
 _MAPPED = (*BULK, RECORDS)  # how names of tensors end that are used in the file itself
+_KINDS: dict[str, Any] = {"model": dict, "weights": (list, type(None)), "dtypes": list, "options": dict, "layers": list}
 _IDENTITY = (
     *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
     *("vocab_size", "rope_parameters", "layer_types", "sliding_window", "linear_conv_kernel_dim"),
@@ -76,13 +78,16 @@ def read_cache(
     tensors, state, source = tensor_file.map_file(path, KIND, transfers.make_empty, mmap=mmap)
     if source is not None:
         tensors = {name: tensor if name.endswith(_MAPPED) else tensor.clone() for name, tensor in tensors.items()}
-    if lacking := {"model", "weights", "dtypes"}.difference(state):
-        raise ValueError(f"{path} cannot be loaded: it lacks {min(lacking)}")
+    for name, kind in _KINDS.items():
+        if not isinstance(state, dict) or not isinstance(state.get(name, ()), kind):
+            raise ValueError(f"{path} cannot be loaded: it lacks {name}, or has one of another kind")
     _check_model(path, state, model, config)
     try:
         criterion = state["criterion"] if "criterion" in state else StaticHeads(tensors["static_heads"])
         other = KeyMoments.from_file(tensors, state["moments"]) if "moments" in state else None
         moments = combine_sources(state["current_moments"], other)
+        if given := state["options"].keys() ^ set(_OPTIONS):
+            raise ValueError(f"it was saved with or without the options {', '.join(sorted(given))}")
         cache = make(criterion=criterion, moments=moments, **state["options"])
         device = torch.device("cpu") if model is None else find_inputs_device(model)
         for layer, kept in zip(cache.layers, state["layers"], strict=True):
@@ -96,7 +101,7 @@ def read_cache(
         filled = [layer for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store]
         for layer in filled:
             layer.padding = filled[0].padding  # equal ones: layers share one again, see `Padding`
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         said = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} cannot be loaded: {said}") from error
     return cache
@@ -110,13 +115,14 @@ def _check_model(
             raise ValueError(f"{path} was saved for another model: its {name} is {saved!r}, this model's is {value!r}")
     if model is None:
         return
-    dtype, dtypes = str(model.dtype).removeprefix("torch."), state["dtypes"]
+    dtype, dtypes = str(model.dtype).removeprefix("torch."), [*map(str, state["dtypes"])]
     if dtypes and dtype not in dtypes:  # none are known of an empty cache that was built with a config
         raise ValueError(
             f"{path} was saved for a model in {' or '.join(dtypes)}, this model is in {dtype}: load it with a model of "
             "that dtype"
         )
-    if state["weights"] is not None and not identity.is_same(state["weights"], identity.sample(model)):
+    weights = state["weights"]
+    if weights is not None and not identity.is_same([*map(str, weights)], identity.sample(model)):
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 
@@ -142,7 +148,8 @@ def _describe(tensor: tensor_file.FileTensor) -> dict[str, Any]:
 
 
 def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """The inverse of `_encode`, with tensors on `device`, but for the bulk's; ValueError at another shape or dtype."""
+    """The inverse of `_encode`, with tensors on `device`, but for the bulk's; ValueError at another shape or dtype, or
+    what `_encode` never writes."""
     if isinstance(value, list):
         return [_decode(item, tensors, device) for item in value]
     if not isinstance(value, dict):
@@ -155,4 +162,8 @@ def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any
     ((kind, content),) = value.items()
     if kind == "dict":
         return {key: _decode(item, tensors, device) for key, item in content}
-    return getattr(torch, content) if kind == "dtype" else device
+    if kind == "dtype" and isinstance(dtype := getattr(torch, content, None), torch.dtype):
+        return dtype
+    if kind != "device":
+        raise ValueError(f"{kind} of {content!r:.80} is nothing that a cache holds")
+    return device

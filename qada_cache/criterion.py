@@ -73,7 +73,10 @@ class StaticHeads:
             ValueError: it is truncated, altered, not a heads file, or of another format.
         """
         tensors, _ = tensor_file.read(path, "qada-heads")
-        return cls(tensors["static_heads"])
+        try:
+            return cls(tensors["static_heads"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} does not hold a table of heads: {error}") from error
 
 
 def soft_cap(scores: Tensor, softcap: float | None) -> Tensor:

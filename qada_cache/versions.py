@@ -1,9 +1,9 @@
-"""What transformers calls by another name in one supported version than in another."""
+"""What transformers calls by another name in one supported version than in another, or in the next."""
 
 import inspect
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 # Names of the argument of models and of `generate` that takes a cache: since 5.24, before (which 5.24 takes too, with a
 # warning at every call), and before in some models without attention.
@@ -17,3 +17,33 @@ CACHE = next(
 def pass_cache(cache: Any) -> dict[str, Any]:
     """`cache` as a keyword of a model, or of its `generate`: `model(ids, **pass_cache(cache))`."""
     return {CACHE: cache}
+
+
+# Every private name of another package that is read, by what has it.
+PRIVATE = {
+    "config": (
+        "_attn_implementation",  # the name of a model's attention
+        "_name_or_path",  # where it was loaded from
+    ),
+    "model": (
+        "_can_set_attn_implementation",  # whether a model goes by that name
+        "_tp_size",  # how many processes tensor parallelism splits it over
+        "_prefill",  # whose frame says that a chunk of a prompt is being read
+        "_prepare_generation_config",  # what a call asks of generation, all told
+    ),
+    "module": ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters"),
+    "all modules": ("_global_forward_hooks", "_global_forward_pre_hooks"),
+    "compiled model": ("_orig_mod",),
+    "tensor": ("_version",),  # how often it was written to
+    "torch": ("_C", "_dynamo", "_foreach_add_", "_foreach_copy_"),
+    "module by accelerate": ("_hf_hook",),
+    "model of lm-eval": ("_detect_batch_size",),
+}
+PRIVATE_ONCE = ("_commit_hash",)  # of older transformers' configs: which commit of a repository a model was loaded from
+
+
+def find_missing() -> list[str]:
+    """The private names that this version of transformers lacks; what they are read for is then done without."""
+    config, classes = PreTrainedConfig(), (PreTrainedModel, GenerationMixin)
+    missing = [name for name in PRIVATE["config"] if not hasattr(config, name)]
+    return missing + [name for name in PRIVATE["model"] if not any(hasattr(kind, name) for kind in classes)]

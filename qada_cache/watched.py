@@ -11,12 +11,14 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
+from .attention import generation
+from .no_tensors import NoTensors
 from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, check_crop, find_selected_rows
 from .storage.bulk import Bulk
 
 
-class WatchedCache(DynamicCache):
+class WatchedCache(NoTensors, DynamicCache):
     """Knows how far a pass has come (`Progress`), and refuses to go on after an interruption.
 
     A pass comes to the layers in order: between passes `reached` is the last layer. A layer of keys makes one call in
@@ -57,6 +59,13 @@ class WatchedCache(DynamicCache):
         if layer_idx is not None and layer_idx < len(self.layers) and state_idx is None:
             self._begin(layer_idx, "has previous")
         return super().has_previous_state(layer_idx, state_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Logical tokens held, padding included. `generate` asks, and whether it then uses the cache is watched."""
+        length = super().get_seq_length(layer_idx)
+        if not layer_idx and not torch.compiler.is_compiling():
+            generation.note_asked(self, length)
+        return length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""

@@ -6,17 +6,15 @@ computes, any other call it passes on to what the model would have called. So ot
 did.
 """
 
-import inspect
-import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import BlockMask, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
@@ -27,6 +25,7 @@ from ..models import attention_table, decoder_forward, unwrap_model
 from ..models.sharding import UNSHARDED, check_sharding
 from ..process_memory import trim_growth
 from ..state.layer import QAdALayer, Seen
+from . import generation
 from .block_mask import read_block_mask
 from .decode import attend_adaptively
 from .exact import attend_exactly, attend_to_prompt
@@ -61,7 +60,7 @@ outside_graphs = torch.compiler.disable(
 def check_implementation(config: PreTrainedConfig) -> None:
     """Raise ValueError if the config belongs to no model yet, or its attention is none that is known to be softmax
     attention over all keys."""
-    name = config._attn_implementation
+    name = getattr(config, "_attn_implementation", None)
     if name is None:
         raise ValueError(
             "this config belongs to no model (it names no attention implementation): pass model.config, or the model"
@@ -134,6 +133,8 @@ def attention_forward(
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     if (layer := getattr(key, "_qada_layer", None)) is None:
+        if not torch.compiler.is_compiling():
+            generation.warn_of_unused(module, key.shape[-2])
         return base(module, query, key, value, attention_mask, **kwargs)
     return _attend(layer, base, module, query, key, value, attention_mask, kwargs)
 
@@ -199,7 +200,7 @@ def _attend(
     if first:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.
         may_be_chunk = queries > 1 or layer.store.end <= layer.options.window
-        reading = find_prompt() if may_be_chunk else Prompt(False, 0)
+        reading = generation.find_prompt() if may_be_chunk else generation.Prompt(False, 0)
         forward_pass.is_prefill_chunk = reading.in_chunks
     empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
     if first and (empty or long):
@@ -257,10 +258,9 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
     if module.training or kwargs["dropout"]:
         raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
     if managed.config is not None and managed.config is not module.config:
-        raise RuntimeError(
-            f"this QAdACache was built for another model (of type {name}), or with a config that is not this model's "
-            "own: build one QAdACache per model, by QAdACache(model)"
-        )
+        generation.refuse_other_model(name)
+    if first and 1 < tokens < layer.seen:
+        generation.warn_of_repeated()
     if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: another module may have it
         if managed.shard is UNSHARDED:  # as far as is known, of a cache that was built from a config alone
             check_sharding(module, name)
@@ -269,24 +269,3 @@ def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: d
         raise RuntimeError(
             "this QAdACache already holds tokens of another model: build one QAdACache per model, or reset() it first"
         )
-
-
-class Prompt(NamedTuple):
-    """The prompt that `generate` is reading."""
-
-    in_chunks: bool
-    tokens: int  # of the prompt and what was held before it; 0 if `generate` reads none
-
-
-def find_prompt() -> Prompt:
-    """What `generate`, if it is on the stack, says of the prompt being read. One read by other code is taken for turns.
-
-    No argument of a forward pass tells: a last chunk looks like a short turn. `generate` says the chunks' size to its
-    own `_prefill` alone; the model, its config and the cache never hold it.
-    """
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        if frame.f_code is GenerationMixin._prefill.__code__:
-            told = frame.f_locals
-            in_chunks = getattr(told.get("generation_config"), "prefill_chunk_size", None) is not None
-            return Prompt(in_chunks, told["input_ids"].shape[1] if "input_ids" in told else 0)
-    return Prompt(False, 0)

@@ -22,6 +22,7 @@ from ..models import find_full_attention_config, read_sizes
 from ..models.sharding import find_shard
 from ..sketch.coded import RecordLayout
 from ..state import DEFAULT_BITS, ManagedModel, Options
+from ..versions import find_missing
 
 logger = logging.get_logger(__name__)
 
@@ -45,11 +46,14 @@ def find_text_config(model: PreTrainedModel | None, config: PreTrainedConfig | N
 
 def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
     """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served. Of a
-    transformers newer than any tested there is a warning, once."""
-    if tuple(map(int, transformers.__version__.split(".")[:2])) > NEWEST:
+    transformers newer than any tested, or without a private name that is read, there is a warning, once."""
+    missing = find_missing()
+    if missing or tuple(map(int, transformers.__version__.split(".")[:2])) > NEWEST:
+        lacking = f", which lacks {', '.join(missing)}" if missing else ""
         logger.warning_once(
             f"qada-cache was tested with transformers up to {'.'.join(map(str, NEWEST))}, and this is "
-            f"{transformers.__version__}: look for a newer qada-cache, or compare threshold=1.0 with DynamicCache once"
+            f"{transformers.__version__}{lacking}: look for a newer qada-cache, or compare threshold=1.0 with "
+            "DynamicCache once"
         )
     way_out = f"use transformers.DynamicCache for {config.model_type}"
     if config.is_encoder_decoder:
@@ -66,7 +70,8 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         return
     # The parts of a model, itself perhaps, that go by its decoder's config; what reads images does not.
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
-    if not all(part._can_set_attn_implementation() for part in parts or [model]):
+    asked = [getattr(part, "_can_set_attn_implementation", None) for part in parts or [model]]
+    if not all(can_set is None or can_set() for can_set in asked):
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
     elsewhere = any(hasattr(part, "_hf_hook") for part in model.modules())  # accelerate brings weights as they are used
     if not elsewhere and any(weight.is_meta for weight in model.parameters()):

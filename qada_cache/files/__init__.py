@@ -16,6 +16,10 @@ if LOCKS:
     import fcntl
 
 UNFINISHED = ".qada-part"  # how names of files that are being written end
+_KERNELS = re.compile(r"[0-9a-f]{32}\.so")
+KEPT_KERNELS = 128  # of some 100 KB: a model takes three or four
+KEPT_BYTES = 256 << 20
+KEPT_SECONDS = 90 * 24 * 3600.0  # unused; to build one again takes seconds
 STALE_SECONDS = 3600  # an older unfinished file without a writer is a killed process's
 LOCK_SECONDS = 0.05  # between looks at a lock
 _locked: set[int] = set()  # descriptors of `lock`
@@ -115,6 +119,12 @@ def remove_unused(folder: int, names: re.Pattern[str], *, count: int, size: int,
         if place and (place >= count or together > size or used < oldest):
             with suppress(OSError):
                 os.unlink(name, dir_fd=folder)
+
+
+def remove_unused_kernels(folder: int) -> None:
+    """`remove_unused` of the folder of compiled kernels. They are named by all that they were built from, so an upgrade
+    of this package, of the compiler or of the processor leaves the old ones behind."""
+    remove_unused(folder, _KERNELS, count=KEPT_KERNELS, size=KEPT_BYTES, seconds=KEPT_SECONDS)
 
 
 def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, folder: int | None = None) -> None:

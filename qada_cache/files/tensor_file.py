@@ -178,7 +178,7 @@ def _refuse_incomplete(path: str | os.PathLike) -> Iterator[None]:
     """What safetensors refuses, incomplete files too, is an error that names the file."""
     try:
         yield
-    except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, *_MISSING) as error:
+    except (SafetensorError, json.JSONDecodeError, RecursionError, UnicodeDecodeError, *_MISSING) as error:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 
@@ -205,7 +205,8 @@ def _check(path: str | os.PathLike, about: dict[str, str], tensors: dict[str, Te
     """The state of a file whose tensors and state are what was written."""
     if about.get("sha256") != _digest(about.get("state", ""), tensors):
         raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
-    return json.loads(about["state"])
+    with _refuse_incomplete(path):
+        return json.loads(about["state"])
 
 
 def _digest(state: str, tensors: Mapping[str, FileTensor]) -> str:

@@ -1,6 +1,7 @@
 """Key moments of a whole model, kept from a prompt other than the one being read, for bulks of any length."""
 
 import os
+import sys
 import tempfile
 import threading
 from bisect import bisect_right
@@ -17,14 +18,36 @@ from torch import Tensor
 from ..files import tensor_file
 from ..models.sharding import UNSHARDED, HeadShard
 from . import collecting
-from .rotation import Rotation, find_rotation_at
+from .rotation import ROPE_SETTINGS, Rotation, find_rotation_at
 
 KIND = "qada-moments"
 HUB = "hf://"
 HUB_FILE = "moments.safetensors"
 _HEADER = ("lengths", "model_type", "prompt", "tokens", "sink_tokens", "rope", "origin")  # fields kept as they are
+_KINDS = dict(zip(_HEADER, (list, str, str, int, int, dict, dict), strict=True)) | {
+    "frequencies": list,
+    "rotations": list,
+}
 # Caches in several threads may share moments. One lock for all, as locks cannot be copied.
 _placing = threading.Lock()
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    """Raise ValueError unless a header from a file has the fields of `KeyMoments.to_header`, each of its kind."""
+    kinds = {name: type(value) for name, value in header.items()}
+    if kinds != _KINDS:
+        wrong = sorted({str(name) for name, _ in kinds.items() ^ _KINDS.items()})
+        raise ValueError(f"KeyMoments: {', '.join(wrong)} of its file are missing, unknown or of another kind")
+    if any(type(found) is not list or [*map(type, found)] != [str, int] for found in header["rotations"]):
+        raise ValueError(f"KeyMoments: rotations must be pairs of a layout and an index, got {header['rotations']}")
+    counts = [header["tokens"], header["sink_tokens"], *header["lengths"], *(at for _, at in header["rotations"])]
+    if not {*map(type, counts)} <= {int} or min(counts) < 0:
+        raise ValueError(f"KeyMoments: counts and indices must be ints and not negative, got {counts}")
+    for found in (value for listed in header["frequencies"] for value in listed):
+        if type(found) not in (int, float) or not abs(found) <= sys.float_info.max:
+            raise ValueError(f"KeyMoments: a rotary frequency of {found}")
+    if unknown := header["rope"].keys() - ROPE_SETTINGS:
+        raise ValueError(f"KeyMoments: rotary settings {', '.join(sorted(unknown))} are unknown")
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,15 +179,18 @@ class KeyMoments:
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], header: dict[str, Any]) -> "KeyMoments":
-        """The inverse of `tensors` and `header`; a ValueError if they do not fit each other."""
-        header = dict(header)
-        mean, frequencies, rotated = tensors["moments.mean"], header.pop("frequencies"), header.pop("rotations")
-        if any(index not in range(len(frequencies)) for _, index in rotated):
-            raise ValueError(f"KeyMoments: rotations {rotated} go by {len(frequencies)} lists of frequencies")
-        rotations = tuple(Rotation(mean.shape[-1], tuple(frequencies[index]), layout) for layout, index in rotated)
-        covariance, energies = tensors["moments.covariance"], tensors.get("moments.query_energies")
-        lengths = tuple(header.pop("lengths"))
-        return cls(mean, covariance, lengths, rotations=rotations, query_energies=energies, **header)
+        """The inverse of `tensors` and `header`; a ValueError if they do not fit each other, or are no such thing."""
+        try:
+            _check_header(header)
+            mean, covariance = tensors["moments.mean"], tensors["moments.covariance"]
+            energies, frequencies = tensors.get("moments.query_energies"), header["frequencies"]
+            if any(tensor.dtype != torch.float32 for tensor in (mean, covariance, energies) if tensor is not None):
+                raise ValueError("KeyMoments are float32")
+            rotations = (Rotation(mean.shape[-1], tuple(frequencies[at]), layout) for layout, at in header["rotations"])
+            fields = {name: header[name] for name in _HEADER} | {"lengths": tuple(header["lengths"])}
+            return cls(mean, covariance, rotations=tuple(rotations), query_energies=energies, **fields)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"KeyMoments: a file of them does not hold this ({error!r})") from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file, whole or not at all."""

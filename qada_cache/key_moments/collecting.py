@@ -152,7 +152,7 @@ def collect(
                     back = -torch.arange(tokens, dtype=torch.int64, device="cpu")
                     keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
                 grid += [_take_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
-    name = model.config._name_or_path
+    name = getattr(model.config, "_name_or_path", "")
     mean, covariance = (shard.gather(torch.stack(moments), 2) for moments in zip(*grid, strict=True))
     analytic = scheme == "analytic"
     return cls(

@@ -77,8 +77,9 @@ def resolve_moments(
         return current, load_default_moments(model, str(other), None, shard)
     found = find_moments(config, str(other))
     if found is None:
+        whose = getattr(config, "_name_or_path", "") or "this model"
         logger.warning_once(
-            f"no {other} moments of {config._name_or_path or 'this model'} are kept in {find_home()}, and a cache "
+            f"no {other} moments of {whose} are kept in {find_home()}, and a cache "
             "built with config= has no model to collect them from: it goes by the current prompt's alone, which miss "
             "facts in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes "
             "one)",

@@ -24,6 +24,8 @@ LAYOUTS = ("half", "interleaved")
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
+_ROPE_SIZES = ("max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim")
+ROPE_SETTINGS = frozenset({*_ROPE_SIZES, "rope_parameters", "layer_types"})  # all names of `read_rope_settings`
 LOCAL_TOKENS = 128  # of a sequence beside its bulk: sinks and window at their defaults
 
 
@@ -142,8 +144,7 @@ def read_rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
     if not parameters:
         return {}
     config = find_full_attention_config(config)
-    names = ("max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim")
-    known = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+    known = {name: getattr(config, name) for name in _ROPE_SIZES if getattr(config, name, None) is not None}
     if set(parameters) <= set(getattr(config, "layer_types", None) or []):  # parameters by layer type
         known["layer_types"] = list(config.layer_types)
     return {"rope_parameters": parameters, **known}

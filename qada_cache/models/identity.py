@@ -27,7 +27,7 @@ def digest(model: PreTrainedModel) -> str:
 def find_source(config: PreTrainedConfig) -> str:
     """The path or repository of the weights and their commit; empty if they were not loaded. A config tells no more: it
     is wrong about weights changed since, and about another path to the same folder."""
-    where = config._name_or_path
+    where = getattr(config, "_name_or_path", "")
     if not where:
         return ""
     version: Any = getattr(config, "_commit_hash", None)
@@ -49,7 +49,7 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """The tokenizer in the folder, GGUF file or Hub repository that the model came from; its code is not run. A
     LookupError says where there is none, and why."""
     config = model.config
-    name = config._name_or_path
+    name = getattr(config, "_name_or_path", "")
     if not name:
         raise LookupError("none was found: the model was not loaded from anywhere")
     file = (config.to_dict().get("quantization_config") or {}).get("gguf_file")

@@ -189,7 +189,7 @@ class PrefixStore:
             )
             return 0
         root, reading = name_root(model, key), describe_reading(cache.options)
-        origin, kind = model.config._name_or_path, model.config.model_type
+        origin, kind = getattr(model.config, "_name_or_path", ""), model.config.model_type
         about = {"model": origin, "type": kind, "dtype": str(model.dtype), "keyed": key is not None}
         try:
             with self._open(make=True) as folder:

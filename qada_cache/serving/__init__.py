@@ -93,7 +93,10 @@ def generate(
     kind: Any = type(model)  # the model's own `generate` may be this very function
     stock = functools.partial(kind.generate, model, inputs, generation_config)
     given = {name: value for name, value in arguments.items() if value is not None}
-    settings, others = kind._prepare_generation_config(model, generation_config, **given)
+    if (prepare := getattr(kind, "_prepare_generation_config", None)) is None:
+        logger.warning_once("no conversations are kept: this transformers lacks _prepare_generation_config")
+        return stock(**arguments)
+    settings, others = prepare(model, generation_config, **given)
     if given.keys() & set(CACHE_NAMES) or not settings.use_cache:
         return stock(**arguments)
     kept = find_conversations(model)

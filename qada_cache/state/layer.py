@@ -1,17 +1,21 @@
 """One layer of the cache: every verb transformers asks of it, on top of a `TokenStore`."""
 
+import inspect
 import operator
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from ..kernels.operands import Binding, LastStep
 from ..key_moments.running import LayerMoments
+from ..no_tensors import refuse_moves
 from ..storage import TokenStore
 from ..storage.padding import NONE
+from ..versions import CACHE
 from . import Options, Shared
 from .counters import Counters
 
@@ -154,12 +158,22 @@ class QAdALayer(DynamicLayer):
     def check_attended(self) -> None:
         """Raise if tokens were taken in that never came back through our attention function."""
         if self.incoming is not None:
+            instead = (
+                f"read tokens by model(input_ids, {CACHE}=cache), QAdACache.load a saved cache, or use DynamicCache"
+            )
+            if _is_put_in():
+                raise RuntimeError(
+                    f"layer {self.index}: keys that QAdACache returned did not come back. It is not filled by update() "
+                    "from outside, as its model alone has the queries that attend to the keys: reset() it, then "
+                    f"{instead}"
+                )
             raise RuntimeError(
                 f"layer {self.index}: the keys that QAdACache returned did not come back to its attention function. "
                 f"Either this {self.shared.model.model_type} model computes attention in a way QAdACache does not "
                 "support, or the cache was built with a config that is not this model's own (use QAdACache(model)), or "
-                "the model's attention implementation was changed since, or a forward pass was interrupted. "
-                "Nothing was computed from the cache; use DynamicCache, or fix the cause and call reset()"
+                "the model's attention implementation was changed since, or a forward pass was interrupted, or keys "
+                f"and values were put in by update() from outside ({instead}). Nothing was computed from the cache; "
+                "use DynamicCache, or fix the cause and call reset()"
             )
 
     def abandon(self, tokens: int) -> None:
@@ -167,6 +181,14 @@ class QAdALayer(DynamicLayer):
         self.incoming = None
         self.seen -= tokens
         self.shared.progress.reached = self.index - 1
+
+    def offload(self) -> None:
+        """Refused: the bulk lies in host memory."""
+        refuse_moves("offload()")
+
+    def prefetch(self) -> None:
+        """Refused: what is read is fetched."""
+        refuse_moves("prefetch()")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The tokens that a mask of a call of `query_length` is for, and the first of them."""
@@ -217,6 +239,13 @@ class QAdALayer(DynamicLayer):
     def _select_by(self, verb: str, argument: Any) -> None:
         if self.store is not None and self.store.batch:
             self.select_rows(find_selected_rows(verb, argument, self.store.batch))
+
+
+def _is_put_in() -> bool:
+    """Whether somebody calls `update`, and no module of torch, a model or a part of one, is at work in this thread."""
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+    in_module = any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in frames)
+    return not in_module and any(frame.f_code.co_name == "update" for frame in frames)
 
 
 def find_adaptive_tokens(layers: Iterable[Any], window: int) -> int:

@@ -1,4 +1,4 @@
-"""Layers as records for a file, ours and transformers', and back. No number is believed unchecked."""
+"""Layers as records for a file, and back. No number is believed unchecked; those of transformers are checked beside."""
 
 import operator
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from ..storage.coded_bulk import CodedBulk
 from ..storage.padding import NONE, Padding
 from .counters import AUDITED, COUNTER_NAMES, Counters
 from .layer import QAdALayer
+from .stock import COUNTED, require_fit
 
 BULK = ("bulk_keys", "bulk_values")  # those beside a coded bulk's records
 RECORDS = "bulk_records"
@@ -100,7 +101,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
 def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     """The record's padding; ValueError at a number or a shape that cannot be, KeyError, TypeError or AttributeError if
     something is missing, or of a kind that no record holds."""
-    options, require = layer.options, partial(_require, f"layer {layer.index}")
+    options, require = layer.options, partial(require_fit, f"layer {layer.index}")
     lengths, flushed = record["lengths"], record["flushed"]
     sinks, window = options.sink_tokens, options.window
     tracked = ("mean", "covariance") if options.tracks_moments else ()
@@ -171,45 +172,11 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     return padding
 
 
-def _require(holder: str, fits: Any, what: str, wanted: str = "") -> None:
-    if not fits:
-        raise ValueError(f"{holder} cannot hold {what}" + (f", which should be {wanted}" if wanted else ""))
-
-
 def _is_count(value: Any) -> bool:
     """Whether a counter may hold this: an int, or int64 `[]` where a kernel counts."""
     if isinstance(value, Tensor):
         return value.dtype == torch.int64 and not value.dim() and value.item() >= 0
     return type(value) is int and 0 <= value < 2**63
-
-
-COUNTED = "cumulative_length"  # the one number of such a layer that a text changes
-
-
-def check_stock(layer: Any, record: dict[str, Any]) -> None:
-    """Raise ValueError unless `record` has possible attributes of `layer`, a new and empty one."""
-    fresh, require = vars(layer), partial(_require, f"a {type(layer).__name__}")
-    for name, made in fresh.items():
-        kept = record.get(name)
-        if isinstance(made, Tensor):
-            require(isinstance(kept, Tensor) and made.equal(kept.to(made.device)), f"{name} of {kept}")
-        elif isinstance(made, dict):
-            require(isinstance(kept, dict) and made.keys() == kept.keys(), f"{name} of {kept}")
-        elif type(made) is int and name != COUNTED:
-            require(kept == made, f"{name} of {kept}, which is {made}")
-    keys, values = record.get("keys"), record.get("values")
-    if isinstance(keys, Tensor) and isinstance(values, Tensor):
-        require(keys.shape[:3] == values.shape[:3], f"keys {list(keys.shape)} beside values {list(values.shape)}")
-        seen = record.get(COUNTED, keys.shape[2])
-        require(type(seen) is int and seen >= keys.shape[2], f"{keys.shape[2]} of {seen} tokens")
-        window = fresh.get("sliding_window", 0)
-        least = min(seen, window - 1) if window > 1 else seen
-        enough = keys.shape[2] == least or (record.get("record_past") and keys.shape[2] > least)
-        require(enough, f"{keys.shape[2]} of {seen} tokens, where a window has {least}")
-    for place, size in (record.get("conv_kernel_size") or {}).items():
-        state = record["conv_states"][place]
-        fits = state is None or state.shape[-1] == size or record.get("record_past")
-        require(fits, f"conv_kernel_size of {size} beside another state")
 
 
 def check_alike(layers: Sequence[Any]) -> None:

@@ -13,7 +13,18 @@ from qada_cache.attention import forward as attention
 PACKAGE = Path(qada_cache.__file__).parent
 TEXT = (PACKAGE.parent / "docs/refused.md").read_text(encoding="utf-8")
 # They meet a model and its calls: all that they raise is a refusal. The others raise that for arguments and files.
-REFUSING = ("block_mask", "forward", "cache", "layer", "observing", "padding", "support", "watched")
+REFUSING = (
+    "block_mask",
+    "forward",
+    "cache",
+    "generation",
+    "layer",
+    "no_tensors",
+    "observing",
+    "padding",
+    "support",
+    "watched",
+)
 ROW = re.compile(r"^\| [^|]+ \| `([\w.]+)`: `([^`]+)` \| [^|]+ \|$", re.MULTILINE)
 
 

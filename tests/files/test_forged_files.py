@@ -19,7 +19,7 @@ from models import SMALL, generate, logits_of, prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache, StaticHeads
+from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.cache_file import KIND
 from qada_cache.files import tensor_file
 
@@ -159,6 +159,94 @@ def other_shapes(tensor: Tensor) -> list[Tensor]:
     return [other for other in found if (other.shape, other.dtype) != (tensor.shape, tensor.dtype)]
 
 
+KINDS: dict[str, Any] = {
+    "a number": 3,
+    "a string": "x",
+    "a flag": True,
+    "nothing": None,
+    "a list": [1],
+    "a dict": {"dict": [[0, 1]]},
+    "a tensor": {"tensor": "forged", "dtype": "float32", "shape": [1, 2, 3, 8]},
+    "ints": {"tensor": "forged ints", "dtype": "int64", "shape": [1, 2, 3, 8]},
+    "a dtype": {"dtype": "float32"},
+    "a function of torch": {"dtype": "zeros_like"},
+    "a device": {"device": "cpu"},
+    "another kind": {"other": "cpu"},
+}
+FORGED = {"forged": torch.ones(1, 2, 3, 8), "forged ints": torch.ones(1, 2, 3, 8, dtype=torch.int64)}
+of_hybrids = pytest.mark.parametrize(
+    "scene", [SCENES["sliding"], SCENES["linear"]], ids=["sliding", "linear"], indirect=True
+)
+
+
+def with_fields(scene: Scene, fields: list) -> dict[str, Any]:
+    """The state of a file whose first layer has these."""
+    return {**scene.state, "layers": [{"dict": fields}, *scene.state["layers"][1:]]}
+
+
+def refuses(scene: Scene, fields: list) -> None:
+    tensor_file.write(scene.path, KIND, scene.tensors | FORGED, with_fields(scene, fields))
+    with pytest.raises(ValueError, match=re.escape(str(scene.path))):
+        QAdACache.load(scene.path, scene.model)
+
+
+@of_hybrids
+def test_names_that_layers_do_not_have(scene: Scene) -> None:
+    """Methods, properties and constants of transformers' layers, dunders, and names of nothing."""
+    stock, fields = QAdACache(scene.model, moments="current").layers[0], scene.state["layers"][0]["dict"]
+    names = [*dir(stock), "other", "other_device", "", "layers"]
+    for at, name in enumerate(name for name in names if name not in dict(fields)):
+        for kind in ("a function of torch", [*KINDS][at % len(KINDS)]):
+            refuses(scene, [*fields, [name, KINDS[kind]]])
+
+
+@of_hybrids
+def test_fields_of_layers_of_another_kind(scene: Scene) -> None:
+    """Of transformers' layers, every attribute and every entry of a dict."""
+    fields = scene.state["layers"][0]["dict"]
+    for at, (name, held) in enumerate(fields):
+        before, after = fields[:at], fields[at + 1 :]
+        refuses(scene, before + after)
+        for kind, value in KINDS.items():
+            if kind == "a flag" and name == "record_past":
+                continue  # which assisted decoding sets, and older transformers cannot go on with
+            scene.check(scene.tensors | FORGED, with_fields(scene, [*before, [name, value], *after]))
+            for place, _ in held["dict"] if isinstance(held, dict) and "dict" in held else ():
+                if kind == "a tensor" and name.endswith("_states"):
+                    continue  # whose shape the model alone knows
+                forged = {"dict": [[place, value]]}  # these have one state
+                scene.check(scene.tensors | FORGED, with_fields(scene, [*before, [name, forged], *after]))
+
+
+@pytest.mark.parametrize("scene", [SCENES["sketched"]], ids=["sketched"], indirect=True)
+def test_dtypes_and_devices_that_are_none(scene: Scene) -> None:
+    """Where they stand alone, each word of torch that is no dtype."""
+    fields = scene.state["layers"][0]["dict"]
+    for name in ("load", "Tensor", "cpu", "nn", "float33", "__doc__", "", None, 3, [], {}):
+        refuses(scene, [*fields, ["unknown", {"dtype": name}]])
+
+
+@pytest.mark.parametrize("scene", [SCENES["sketched"]], ids=["sketched"], indirect=True)
+def test_what_a_file_may_say_of_itself(scene: Scene) -> None:
+    """Names and kinds of the parts of a file, and of its options, which become keywords."""
+    for part in scene.state:
+        for value in (3, "x", [], [3], {}, {"x": 3}, True):
+            scene.check(scene.tensors, {**scene.state, part: value})
+    for name in ("cuda_graph", "kernels", "model", "config", "criterion", "moments", "other"):
+        for value in (True, "torch", None):
+            state = {**scene.state, "options": {**scene.state["options"], name: value}}
+            tensor_file.write(scene.path, KIND, scene.tensors, state)
+            with pytest.raises(ValueError, match=f"{re.escape(str(scene.path))} cannot be loaded: .*{name}"):
+                QAdACache.load(scene.path, scene.model)
+    for name in scene.state["options"]:
+        options = {other: value for other, value in scene.state["options"].items() if other != name}
+        scene.check(scene.tensors, {**scene.state, "options": options})
+    deep: Any = 0
+    for _ in range(400):
+        deep = [deep]
+    scene.check(scene.tensors, {**scene.state, "layers": [deep, deep]})
+
+
 OPTIONS = {
     "threshold": (-1, 2, "0.9", None),
     "sink_tokens": (-1, 0, 3, 5, 10**30, 4.0),
@@ -189,8 +277,34 @@ def test_moments_that_are_none(tmp_path: Path) -> None:
     cache.save(path)
     tensors, state = tensor_file.read(path, KIND)
     layout = state["moments"]["rotations"][0][0]
-    other: list[dict[str, Any]] = [{"rotations": [[layout, place]] * 2} for place in (7, -1)]
+    other: list[dict[str, Any]] = [{"rotations": [[layout, place]] * 2} for place in (7, -1, 0.0, False, None)]
+    other += [{name: value} for name in state["moments"] for value in (3.5, "x", None, [[]], {"x": 1})]
+    other += [{"frequencies": [[value] * 4]} for value in (float("inf"), float("nan"), "1", None, 10**400)]
+    other += [{name: -1} for name in ("tokens", "sink_tokens")]
+    other += [{name: 3} for name in ("mean", "_placed", "query_energies", "unknown")]
     for changed in [*other, {"rotations": []}, {"lengths": [5]}]:
-        tensor_file.write(path, KIND, tensors, {**state, "moments": {**state["moments"], **changed}})
+        if changed in ({"model_type": "x"}, {"prompt": "x"}, {"origin": {"x": 1}}, {"frequencies": [[]]}):
+            continue  # which moments of others may have
+        forged = {**state, "moments": {**state["moments"], **changed}}
+        tensor_file.write(path, KIND, tensors, forged)
         with pytest.raises(ValueError, match="file cannot be loaded: "):
             QAdACache.load(path, model)
+        alone = {name: tensors[name] for name in tensors if name.startswith("moments.")}
+        tensor_file.write(path, "qada-moments", alone, forged["moments"])
+        with pytest.raises(ValueError, match=r"KeyMoments|rotary"):
+            KeyMoments.load(path)
+    for name in alone:
+        less = {other: alone[other] for other in alone if other != name}
+        for forged in (less, less | {name: alone[name].double()}, less | {name: alone[name].long()}):
+            tensor_file.write(path, "qada-moments", forged, state["moments"])
+            if name in forged or "energies" not in name:
+                with pytest.raises(ValueError, match="KeyMoments"):
+                    KeyMoments.load(path)
+
+
+def test_a_table_of_heads_that_is_none(tmp_path: Path) -> None:
+    tables = [{}, {"other": torch.ones(2, 4).bool()}, {"static_heads": torch.ones(2, 4)}]
+    for tensors in [*tables, {"static_heads": torch.ones(4).bool()}]:
+        tensor_file.write(tmp_path / "file", "qada-heads", tensors, {})
+        with pytest.raises(ValueError, match="file does not hold a table of heads"):
+            StaticHeads.load(tmp_path / "file")

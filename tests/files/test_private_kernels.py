@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from compilers import compiler, needs_compiler
 from models import tiny
 from open_to_others import OPEN_TO_OTHERS, link_away
 
-from qada_cache import QAdACache
+from qada_cache import QAdACache, files
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building
 
@@ -134,6 +135,37 @@ def test_a_broken_kernel_is_built_again(way: str, folder: Path, caplog: pytest.L
     assert kept.is_file()
     assert not kept.is_symlink()
     assert caplog.text.count("is built again") == len(caplog.records) == 1
+
+
+@needs_compiler
+def test_unused_kernels_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many, too large together, or too old, the least recently used ones first. Files of other names stay."""
+    assert attends(kernels())
+    (own,) = (folder / "kernels").iterdir()
+    now, size = time.time(), own.stat().st_size
+    others = [folder / "kernels" / name for name in ("notes.txt", "library.so", f"{'0' * 31}.so")]
+    older = [folder / "kernels" / f"{age:032x}.so" for age in range(6)]  # in days
+    for path in (*others, *older):
+        path.write_bytes(bytes(size))
+        os.utime(path, (now, now - 24 * 3600 * (2000 if path in others else older.index(path) + 1)))
+    os.utime(own, (now, now - 24 * 3600 * 100))
+    assert attends(kernels())  # the one that is kept, which is used again
+    assert set(older) < set((folder / "kernels").iterdir())
+
+    monkeypatch.setattr(files, "KEPT_SECONDS", 4.5 * 24 * 3600)
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-DMORE"))
+    assert attends(kernels())  # a new one
+    kept = {path for path in (folder / "kernels").iterdir() if path not in others}
+    assert {own, *older[:4]} < kept
+    assert len(kept) == 6
+    assert all(path.exists() for path in others)
+    for limit, most in (("KEPT_KERNELS", 3), ("KEPT_BYTES", 2 * size)):
+        monkeypatch.setattr(files, limit, most)
+        with files.open_folder("kernels") as opened:
+            files.remove_unused_kernels(opened)
+        kept = {path for path in (folder / "kernels").iterdir() if path not in others}
+        assert own in kept
+        assert len(kept) == (3 if limit == "KEPT_KERNELS" else 2)
 
 
 @needs_compiler

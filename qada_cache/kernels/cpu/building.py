@@ -169,6 +169,7 @@ def _build(compiler: str, source: Path, macros: tuple[str, ...], name: str) -> c
         try:
             with files.open_folder(FOLDER, make=True) as folder:
                 files.write(name, (built, hashlib.sha256(built).digest()), folder=folder)
+                files.remove_unused_kernels(folder)
                 return _link(folder, name)
         except OSError as error:  # a cache folder that cannot be used is no reason to be slow
             where = files.find_home() / FOLDER

@@ -1,0 +1,138 @@
+"""What `generate` of transformers does with a cache, as its frames on the stack say: no argument of a pass tells."""
+
+import inspect
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils import logging
+
+from ..versions import CACHE
+
+logger = logging.get_logger(__name__)
+
+_GENERATION = GenerationMixin.__module__
+# Private, and so perhaps gone in another version: then prompts in chunks are taken for turns.
+_PREFILL = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)
+
+
+class Prompt(NamedTuple):
+    """The prompt that `generate` is reading."""
+
+    in_chunks: bool
+    tokens: int  # of the prompt and what was held before it; 0 if `generate` reads none
+
+
+class _Asked(threading.local):
+    """The cache that was last asked for its length in this thread, weakly, and that length."""
+
+    last: tuple[Any, int] | None = None
+
+
+_asked = _Asked()
+
+
+def find_prompt() -> Prompt:
+    """What `generate`, if it is on the stack, says of the prompt being read. One read by other code is taken for turns.
+
+    No argument of a forward pass tells: a last chunk looks like a short turn. `generate` says the chunks' size to its
+    own `_prefill` alone; the model, its config and the cache never hold it.
+    """
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_code is _PREFILL:
+            told = frame.f_locals
+            in_chunks = getattr(told.get("generation_config"), "prefill_chunk_size", None) is not None
+            return Prompt(in_chunks, told["input_ids"].shape[1] if "input_ids" in told else 0)
+    return Prompt(False, 0)
+
+
+def warn_of_repeated() -> None:
+    """Log, once, that the pass under way gives the whole text to a cache that holds it, if so: `generate` does at every
+    step but the first, to any cache, if it is told not to use one."""
+    for frame, _ in _find_own_call():
+        told = frame.f_locals.get("model_kwargs")
+        if frame.f_code is not _PREFILL and isinstance(told, dict) and told.get("use_cache") is False:
+            logger.warning_once(
+                "generate was given a QAdACache and use_cache=False, by which it does not use the cache but gives it "
+                "the whole text again at every step: leave out use_cache=False (of generation_config too), or the cache"
+            )
+        return
+
+
+def note_asked(cache: Any, length: int) -> None:
+    """Note that somebody asks how many tokens `cache` holds: `generate` does before it gives it to the model.
+    RuntimeError if it will give it to another model, which may not even look at it."""
+    _asked.last = weakref.ref(cache), length
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back  # who called the method of the cache that calls this
+    if frame and frame.f_code is _PREFILL and isinstance(model := frame.f_locals.get("self"), PreTrainedModel):
+        check_own(cache, model)
+
+
+def check_own(cache: Any, model: PreTrainedModel) -> None:
+    """Raise RuntimeError if a part of `model` is not the decoder that `cache` was built for."""
+    managed = cache._shared.model
+    configs = (part.config for part in model.modules() if isinstance(part, PreTrainedModel))
+    if model.config is not managed.config and not any(config is managed.config for config in configs):
+        refuse_other_model(managed.model_type)
+
+
+def refuse_other_model(model_type: str) -> None:
+    """Raise RuntimeError: a cache of a model of this type is used with another model."""
+    raise RuntimeError(
+        f"this QAdACache was built for another model (of type {model_type}), or with a config that is not this model's "
+        "own: build one QAdACache per model, by QAdACache(model)"
+    )
+
+
+def warn_of_unused(module: nn.Module, tokens: int) -> None:
+    """Log, once, that `generate` was given a QAdACache and reads without it, if so. For every call of attention over
+    `tokens` keys of other caches, or of none: nearly all of them end at the first line."""
+    if _asked.last is None:
+        return
+    cache, length = _asked.last[0](), _asked.last[1]
+    if cache is not None and cache._shared.model.config is not module.config:
+        return  # a part of the model that reads images, or another model: the decoder's pass is still to come
+    grown = cache is None or cache.get_seq_length() != length
+    _asked.last = None
+    if grown or not any(_is_given(frame, cache) for frame, called in _find_own_call() if called):
+        return
+    config = cache._shared.model.config
+    longest, name = getattr(config, "original_max_position_embeddings", None), config.model_type
+    reason = f"its prepare_inputs_for_generation leaves the cache out: use transformers.DynamicCache for {name}"
+    if longest is not None and length <= longest:
+        reason = (
+            f"it drops a cache of up to original_max_position_embeddings ({longest}) tokens when the text is longer. "
+            f"It keeps one of more tokens: read a long prompt by model(input_ids[:, :-1], {CACHE}=cache) first, then "
+            "generate; or use transformers.DynamicCache"
+        )
+    logger.warning_once(
+        f"generate was given a QAdACache that this {name} model does not use: it has read {tokens} tokens with a cache "
+        f"of its own, in full, and the QAdACache stays at {length} tokens, because {reason}"
+    )
+
+
+def _find_own_call() -> Iterator[tuple[FrameType, bool]]:
+    """The frames of the innermost `generate` on the stack, from the inside out, if it is itself what calls the model,
+    and not a logits processor, or an assistant, within it; each with True. Else the first of them with False."""
+    inner: FrameType | None = None
+    called = None
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_globals.get("__name__") == _GENERATION:
+            if called is None:
+                called = inner is not None and isinstance(inner.f_locals.get("self"), PreTrainedModel)
+            yield frame, called
+            if not called or frame.f_code.co_name == "generate":
+                return
+        inner = frame
+
+
+def _is_given(frame: FrameType, cache: Any) -> bool:
+    """Whether this is the frame of `generate`, and `cache` was given to it."""
+    given = frame.f_locals.get("kwargs")
+    return frame.f_code.co_name == "generate" and isinstance(given, dict) and any(v is cache for v in given.values())

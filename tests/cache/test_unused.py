@@ -1,0 +1,179 @@
+"""A cache that `generate` was given and the model does not use is told, and no other."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from models import exact, forced, generate, logits_of, prompt, tiny
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    LogitsProcessor,
+    PreTrainedModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
+from transformers.utils.logging import warning_once
+
+from qada_cache import QAdACache
+from qada_cache.versions import pass_cache
+
+TEXT = prompt(60)[0]
+UNUSED = "generate was given a QAdACache that this"
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    warning_once.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("longest", "held", "chunk"),
+    [(50, 0, None), (59, 0, None), (60, 60, None), (62, 62, None), (62, 62, 7)],
+)
+def test_a_cache_that_the_model_drops(
+    longest: int, held: int, chunk: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Phi 3 and its kin, where a text passes its original length, or begins above it."""
+    model = tiny("phi3", original_max_position_embeddings=longest)
+    for _ in range(2):
+        cache = exact(model)
+        got = generate(model, TEXT, cache, tokens=6, prefill_chunk_size=chunk)
+        assert cache.get_seq_length() == held
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert f"{UNUSED} phi3 model does not use" in said[0]
+    assert f"stays at {held} tokens" in said[0]
+    assert f"original_max_position_embeddings ({longest})" in said[0]
+    wanted = generate(model, TEXT, None, tokens=6)
+    assert torch.equal(got.sequences, wanted.sequences)
+
+
+def test_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("phi3", original_max_position_embeddings=50)
+    cache, wanted = exact(model), generate(model, TEXT, None, tokens=6)
+    with torch.no_grad():
+        model(TEXT[:, :-1], **pass_cache(cache))
+    got = generate(model, TEXT, cache, tokens=6)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
+    assert cache.get_seq_length() == 65
+    assert not caplog.records
+
+
+def test_a_model_that_leaves_it_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """For whatever reason."""
+    model = tiny()
+    prepare = type(model).prepare_inputs_for_generation
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return {**prepare(self, *args, **kwargs), **pass_cache(None)}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", without)
+    generate(model, TEXT, exact(model), tokens=3)
+    assert caplog.text.count(UNUSED) == len(caplog.records) == 1
+    assert "original_max_position_embeddings" not in caplog.text
+
+
+@pytest.mark.parametrize("how", ["given", "config"])
+def test_use_cache_is_false(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`generate` then gives any cache the whole text at every step but the first, which masks may show."""
+    model, options = tiny(), {"use_cache": False} if how == "given" else {}
+    model.generation_config.use_cache = how != "config"
+    cache = exact(model)
+    generate(model, TEXT, cache, tokens=1, **options)
+    assert cache.get_seq_length() == 60
+    assert not caplog.records
+    with suppress(ValueError):  # of the oldest transformers' masks
+        generate(model, TEXT, exact(model), tokens=6, **options)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "use_cache=False, by which it does not use the cache" in said[0]
+
+
+def encoder_decoder() -> PreTrainedModel:
+    sizes: dict[str, Any] = {"vocab_size": 97, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return BartForConditionalGeneration(BartConfig(**sizes, eos_token_id=None)).eval()
+
+
+OTHERS = {
+    "without attention": lambda: RwkvForCausalLM(RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2)).eval(),
+    "encoder and decoder": encoder_decoder,
+    "that drops caches": lambda: tiny("phi3", original_max_position_embeddings=50),
+    "of the same config": lambda: tiny(seed=1),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_model(kind: str) -> None:
+    """Refused before it could leave the cache out."""
+    cache = exact(tiny())
+    with pytest.raises(RuntimeError, match=r"another model.*: build one QAdACache per model"):
+        generate(OTHERS[kind](), TEXT, cache, tokens=3)
+    assert cache.get_seq_length() == 0
+
+
+class Guidance(LogitsProcessor):
+    """Asks a cache for its length, and runs the model without it."""
+
+    def __init__(self, model: PreTrainedModel, cache: QAdACache) -> None:
+        self.model, self.cache = model, cache
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        assert self.cache.get_seq_length()
+        self.model(input_ids)
+        return scores
+
+
+USES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("llama", {}),
+    "sampled": ("llama", {"do_sample": True, "num_return_sequences": 2}),
+    "beams": ("llama", {"num_beams": 3}),
+    "chunks": ("llama", {"prefill_chunk_size": 16}),
+    "last token alone in a chunk": ("llama", {"prefill_chunk_size": 59}),
+    "guidance": ("llama", {"guidance_scale": 1.5}),
+    "lookup": ("llama", {"prompt_lookup_num_tokens": 3}),
+    "sliding first": ("gemma3", {}),
+    "linear first": ("qwen3_next", {}),
+    "nothing to serve": ("mistral_sliding", {}),
+    "phi below its length": ("phi3", {"original_max_position_embeddings": 500}),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_ordinary_use(use: str, caplog: pytest.LogCaptureFixture) -> None:
+    family, options = USES[use]
+    sizes = {name: options[name] for name in options if name.startswith("original")}
+    model = tiny(family, **sizes)
+    cache = exact(model)
+    caplog.clear()  # of a cache that serves no layer
+    for text in (TEXT, torch.cat([TEXT, prompt(9, seed=2)[0]], dim=1)):
+        cache.reset()
+        generate(model, text, cache, tokens=4, **{name: options[name] for name in options.keys() - sizes.keys()})
+        assert cache.get_seq_length() > 60
+    assert UNUSED not in caplog.text
+
+
+def test_other_caches_beside_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Assistants, processors and calls of the user that run the model, or others, without the cache."""
+    model, other = tiny(), tiny(seed=3)
+    cache, spare = exact(model), exact(model)
+    for assistant in (other, model):
+        generate(model, TEXT, cache, tokens=6, assistant_model=assistant)
+        cache.reset()
+    generate(model, TEXT, cache, tokens=3, logits_processor=[Guidance(model, cache)])
+    forced(model, prompt(20, seed=2)[0], [7, 1], cache)
+    for _ in range(2):
+        assert spare.get_seq_length() == 0  # asked, and never given to anybody
+        forced(model, TEXT, [50, 1], DynamicCache(config=model.config))
+        generate(model, TEXT, None, tokens=3)
+        generate(model, TEXT, copy.deepcopy(spare), tokens=3)
+        with torch.no_grad():
+            model(TEXT, use_cache=False)
+    assert UNUSED not in caplog.text
