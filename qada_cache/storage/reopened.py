@@ -1,5 +1,6 @@
 """What a closed segment was coded as, kept when a crop opens it again."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -94,8 +95,8 @@ def restore_segments(
 
 
 def _restore(record: Mapping[str, Tensor], sketch: BulkSketch, layout: RecordLayout) -> ReopenedSegment:
-    words, tokens, kv_heads = sketch.layout.count, record["records"].shape[1], sketch.mean_key.shape[1]
-    fields = list_fields(layout.dim, layout.value_dim, words, tokens).items()
+    kv_heads, tokens = sketch.mean_key.shape[1], math.prod(record["scales"].shape[1:])
+    fields = list_fields(layout.dim, layout.value_dim, sketch.layout.count, tokens).items()
     wanted = {name: (dtype, shape[name not in TOKENS :]) for name, (dtype, shape) in fields if name in KEPT}
     for name, (dtype, shape) in {**wanted, "records": (torch.uint8, (tokens, layout.size))}.items():
         if ((found := record[name]).dtype, found.shape) != (dtype, (kv_heads, *shape)):
