@@ -131,6 +131,7 @@ def count_layer_bytes(layer: Any) -> tuple[int, int]:
             holders += [store, store.moments, store.bulk.residents]
             counted += [store.bulk.residents, store.bulk.sketch, None if layer.options.offloading else store.bulk]
             counted += store.bulk.beside
+            counted += {id(each): each for segments in store.bulk.reopened for each in segments}.values()
             on_host = store.bulk.nbytes if layer.options.offloading else 0
     held = [value for holder in holders if holder is not None for value in vars(holder).values()]
     held += [state for value in held if isinstance(value, dict) for state in value.values()]  # of linear layers

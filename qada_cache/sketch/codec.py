@@ -5,7 +5,7 @@ A key is centred, its channels ordered by their need and weighed, rotated and qu
 that a score takes integer products alone and every implementation finds the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ SLOPE_LEVELS = 7  # a rounded slope's largest value: two lie in a byte
 ROUNDINGS = 4  # of a key; more gain nothing
 MIN_ENERGY = 0.03  # of the mean of the channels: a guard against queries unlike those that were seen
 MIN_VARIANCE = 1e-4  # likewise
+FIT = ("units", "centres", "order", "weights")  # what a segment's tokens are coded under
 
 
 @dataclass(eq=False)
@@ -124,45 +125,56 @@ def unpack_slopes(slopes: Tensor) -> Tensor:
     return torch.cat([slopes << 4 >> 4, slopes >> 4], dim=-1)
 
 
-def quantize(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
+def find_fit(keys: Tensor, energies: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The centre, order and weights that segments of float32 keys are coded under; arguments as for `quantize`."""
+    centre = keys.mean(dim=-2).to(torch.bfloat16)
+    centred = keys - centre.float().unsqueeze(-2)
+    variances = set_floor(centred.square().mean(dim=-2), MIN_VARIANCE)
+    order = (energies * variances).argsort(dim=-1, descending=True, stable=True)
+    weights = (variances.gather(-1, order).rsqrt() / layout.find_half_steps(keys.device)).to(torch.bfloat16)
+    return {"centres": centre, "order": order.to(choose_order_dtype(layout.dim)), "weights": weights}
+
+
+def quantize(
+    keys: Tensor, energies: Tensor | None, layout: Layout, fit: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Code segments of keys, one for each of the leading dimensions of `keys` `[..., tokens, dim]`.
 
     `energies` float32 `[..., dim]` are of queries; without them all channels are taken to be alike. Returns those of
     `Sketch`'s tensors that a segment has, without the dimension of segments. Scales leave the least error of scores.
+    With the `FIT` of another coding, tokens are coded under it, each by itself: its units bound their scales.
     """
-    wide = keys.float()
-    centre = wide.mean(dim=-2).to(torch.bfloat16)
-    centred = wide - centre.float().unsqueeze(-2)
-    variances = set_floor(centred.square().mean(dim=-2), MIN_VARIANCE)
-    energies = torch.ones_like(variances) if energies is None else energies.float().expand_as(variances)
-    energies = set_floor(energies, MIN_ENERGY)
-    tiny = torch.finfo(torch.float32).tiny
-    order = (energies * variances).argsort(dim=-1, descending=True, stable=True)
+    wide, tiny = keys.float(), torch.finfo(torch.float32).tiny
+    if energies is None:
+        energies = wide.new_ones(layout.dim)
+    energies = set_floor(energies.float().expand(*wide.shape[:-2], -1), MIN_ENERGY)
+    found = find_fit(wide, energies, layout) if fit is None else {name: fit[name] for name in FIT}
+    most = None if fit is None else SCALE_LEVELS * found["units"].unsqueeze(-1)
+    order, weights = found["order"].long(), found["weights"].float()
     half_steps = layout.find_half_steps(keys.device)
-    weights = (variances.gather(-1, order).rsqrt() / half_steps).to(torch.bfloat16)
     # A rotated channel's error goes to all channels of its block alike.
-    importance = energies.gather(-1, order) / weights.float().square()
+    importance = energies.gather(-1, order) / weights.square()
     importance = importance.unflatten(-1, (-1, BLOCK)).mean(dim=-1).repeat_interleave(BLOCK, dim=-1)
     coded = slice(layout.coded)
+    centred = wide - found["centres"].float().unsqueeze(-2)
     index = order[..., None, coded].expand(*centred.shape[:-1], -1)
-    rotated = rotate(centred.gather(-1, index) * weights[..., None, coded].float())
+    rotated = rotate(centred.gather(-1, index) * weights[..., None, coded])
     importance, half = importance[..., None, coded], layout.find_levels(keys.device)[coded] / 2
     scale = (rotated * half_steps[coded]).square().mean(dim=-1).sqrt()
     for _ in range(ROUNDINGS):  # each to the nearest levels, then the scale that leaves these the least error
+        scale = scale if most is None else scale.minimum(most)
         level = torch.floor(rotated / (2 * scale.unsqueeze(-1)).clamp_min(tiny)).clamp(-half, half - 1)
         odd_levels = 2 * level + 1
         scale = (importance * rotated * odd_levels).sum(dim=-1) / (importance * odd_levels.square()).sum(dim=-1)
-    unit = scale.amax(dim=-1) / SCALE_LEVELS
+    unit = scale.amax(dim=-1) / SCALE_LEVELS if fit is None else found["units"]
     scales = torch.round(scale / unit.clamp_min(tiny).unsqueeze(-1)).clamp(0, SCALE_LEVELS)
-    return {
-        "codes": pack(level + half, layout),
-        "scales": scales.to(torch.uint8),
-        "units": unit,
-        "centres": centre,
-        "order": order.to(choose_order_dtype(layout.dim)),
-        "weights": weights,
-        "mean_squares": (scales * unit.unsqueeze(-1)).square().mean(dim=-1),
-    }
+    made = {"codes": pack(level + half, layout), "scales": scales.to(torch.uint8), "units": unit}
+    return made | found | {"mean_squares": average_squares(scales, unit)}
+
+
+def average_squares(scales: Tensor, units: Tensor) -> Tensor:
+    """The `mean_squares` of segments with these scales `[..., tokens]` and units `[...]`."""
+    return (scales * units.unsqueeze(-1)).square().mean(dim=-1)
 
 
 def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from ..sketch.coded import RecordLayout
 from ..storage import PENDING_TOKENS
 from ..storage.coded_bulk import CodedBulk
 from ..storage.padding import NONE, Padding
+from ..storage.reopened import restore_segments
 from .counters import AUDITED, COUNTER_NAMES, Counters
 from .layer import QAdALayer
 from .stock import COUNTED, require_fit
@@ -48,6 +49,8 @@ def record_layer(layer: QAdALayer) -> dict[str, Any]:
         held[RECORDS] = PaddedTensor(bulk.tensors[0], bulk.stored, room)
         beside = list(map(operator.sub, bulk.lengths, bulk.stored))
         room = max(beside, default=0)
+        if any(bulk.reopened):
+            held["reopened"] = [[segment.record for segment in segments] for segments in bulk.reopened]
     held |= {name: PaddedTensor(t, beside, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)}
     record = {
         "seen": layer.seen,
@@ -86,6 +89,9 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         if isinstance(bulk, CodedBulk):
             bulk.fill(source, (record[RECORDS],), list(map(count_closed, stored)))
             bulk.put_beside(keys, values, stored)
+            if "reopened" in record and bulk.sketch is not None:  # which old files lack, and those without crops
+                rooms = [length - store.sinks - first for length, first in zip(store.lengths, bulk.stored, strict=True)]
+                bulk.reopened = restore_segments(record["reopened"], rooms, bulk.sketch, bulk.layout)
         else:
             bulk.fill(source, (keys, values), stored)
         if store.moments is not None:

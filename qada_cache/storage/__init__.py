@@ -156,8 +156,8 @@ class TokenStore:
             self._set_recent(groups, kept)
         self.lengths, self.flushed = lengths, flushed
         self.exact, self.alike = (list(map(min, counts, lengths)) for counts in (self.exact, self.alike))
-        stored = [max(gone - self.sinks, 0) for gone in flushed]
-        self.bulk.truncate(stored)
+        stored, held = ([max(count - self.sinks, 0) for count in counts] for counts in (flushed, lengths))
+        self.bulk.truncate(stored, held)
         if self.bulk.sketch is not None:
             self.bulk.sketch.truncate(self.bulk)
         self.decoded = self.decoded and any(stored)

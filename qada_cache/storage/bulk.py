@@ -38,6 +38,7 @@ class Bulk(RowTensors):
     growth = GROWTH
     beside: tuple[Tensor, ...] = ()  # on the compute device, tokens that are not in `tensors`
     sketched_beside = 0  # of these, at most so many of a row that has a sketch
+    reopened: Sequence[tuple[Any, ...]] = ()  # of each row, see `CodedBulk`
     sketch: "BulkSketch | None" = None  # of its keys; `TokenStore` has it follow
     records: Records | None = None  # what rows with a sketch lie in, if not as keys and values
     _reader: Any = None  # stream of the last kernel that read it in place
@@ -270,8 +271,8 @@ class Bulk(RowTensors):
         length, step = self.lengths[row], max(1, STREAM_TOKENS // heads)
         return [(first, min(first + step, length)) for first in range(start, length, step)]
 
-    def truncate(self, lengths: list[int]) -> None:
-        """Forget the newest tokens: row `r` keeps its first `lengths[r]`."""
+    def truncate(self, lengths: list[int], held: list[int] | None = None) -> None:
+        """Forget the newest tokens: row `r` keeps its first `lengths[r]`. Those up to `held[r]` are to come back."""
         if lengths != self.stored:
             self._set_lengths(lengths)
             self.residents.truncate(lengths)

@@ -35,7 +35,8 @@ class BulkSketch:
     """Of one layer, for rows that have at least `MIN_TOKENS` in the bulk: what tokens are selected by.
 
     It follows from a row's tokens alone, however they came: each segment is coded by its own keys, and the last one
-    again as it grows. So after a crop it is as if the rest had never been seen.
+    again as it grows. So after a crop it is as if the rest had never been seen, unless few bits are all that is left
+    of a segment that opens again (`reopened.py`).
     """
 
     def __init__(
@@ -213,11 +214,11 @@ class BulkSketch:
         for row, length in enumerate(wanted):
             if length:
                 own, start, kept = slice(row, row + 1), find_segment_start(length), self.tensors.to_tensors()
-                self._derive(own, length)
                 if bulk.beside:  # no file keeps records of the open segment
                     made = {name: _view_span(name, kept[name][own], start, length) for name in (*TOKENS, *SEGMENTS)}
                     with suspend_autocast(self.mean_key.device):
                         bulk.code_open(own, *bulk.read(own, slice(None), start, length), made)
+                self._derive(own, length)
 
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""

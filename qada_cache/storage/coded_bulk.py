@@ -1,5 +1,6 @@
 """A bulk in few bits: a record for each token (`sketch/coded.py`), and those of the open segment as they are too."""
 
+from collections.abc import Iterator
 from operator import sub
 from typing import Any
 from weakref import WeakSet
@@ -20,6 +21,7 @@ from ..sketch.coded import (
 )
 from .bulk import Bulk, Tokens
 from .bulk_sketch import SEGMENTS, TOKENS
+from .reopened import KEPT, ReopenedSegment, cut_segments
 
 STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush
 
@@ -42,6 +44,8 @@ class CodedBulk(Bulk):
         """As `Bulk`; `layout` is of its records. It takes tokens once it has a `sketch`."""
         self.layout = layout
         self._holders: WeakSet[CodedBulk] = WeakSet([self])  # who has the tensors `beside`
+        # Of each row, the segments that follow closed ones, as far as its tokens were in closed ones before a crop.
+        self.reopened: list[tuple[ReopenedSegment, ...]] = [()] * keys.shape[0]
         super().__init__(keys, values, **options)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
@@ -56,6 +60,7 @@ class CodedBulk(Bulk):
         memo[id(self.beside)] = self.beside
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, CodedBulk)
+        twin.reopened = list(self.reopened)
         self._holders.add(twin)
         return twin
 
@@ -121,6 +126,7 @@ class CodedBulk(Bulk):
     def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
         """Code the segments that follow the records of rows alike, which the sketch holds as `made`."""
         self._store(rows, self._code(rows, keys, values, made))
+        self.reopened[rows] = [segments[made["units"].shape[2] :] for segments in self.reopened[rows]]
 
     def code_open(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
         """As `Bulk`; it takes its tokens, `beside`."""
@@ -130,6 +136,23 @@ class CodedBulk(Bulk):
             held[rows, :, : part.shape[2]] = part
 
     def _code(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> Tensor:
+        """Records of tokens that follow those of closed segments, of rows alike. The sketch holds them as `made`, in
+        which reopened segments take their places again."""
+        assert self.sketch is not None
+        again = [
+            (row, index, segment)
+            for row, segments in enumerate(self.reopened[rows])
+            for index, segment in enumerate(segments[: made["units"].shape[2]])
+        ]
+        for row, index, segment in again:
+            held = {name: part[row] for name, part in made.items()}
+            segment.put_sketch(index, keys[row], self.sketch.energies, self.sketch.layout, held)
+        records = self._record(rows, keys, values, made)
+        for row, index, segment in again:
+            segment.put_records(index, records[row])
+        return records
+
+    def _record(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> Tensor:
         """Records of tokens that follow those of closed segments, of rows alike; the sketch holds them as `made`."""
         assert self.sketch is not None
         if (coder := self.sketch.find_coder()) is not None:
@@ -186,7 +209,7 @@ class CodedBulk(Bulk):
         keys, values = (torch.cat(each, dim=2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
         return keys, values
 
-    def truncate(self, lengths: list[int]) -> None:
+    def truncate(self, lengths: list[int], held: list[int] | None = None) -> None:
         """As `Bulk`. What opens again is decoded by the sketch, which is to follow."""
         closed = [min(count_closed(length), stored) for length, stored in zip(lengths, self.stored, strict=True)]
         opened = {
@@ -194,13 +217,28 @@ class CodedBulk(Bulk):
             for row, (first, length) in enumerate(zip(closed, lengths, strict=True))
             if first < self.stored[row]
         }
+        self.reopened = [
+            cut_segments([*self._reopen(row, first, left), *self.reopened[row]], left - first)
+            for row, (first, left) in enumerate(zip(closed, held or lengths, strict=True))
+        ]
         super().truncate(closed)
         self.lengths = list(lengths)
         if opened:
             self._fit_beside()
         for row, tokens in opened.items():
-            for held, again in zip(self.beside[:2], tokens, strict=True):
-                held[row, :, : again.shape[2]] = again[0]
+            for room, again in zip(self.beside[:2], tokens, strict=True):
+                room[row, :, : again.shape[2]] = again[0]
+
+    def _reopen(self, row: int, first: int, stop: int) -> Iterator[ReopenedSegment]:
+        """Of the row's closed segments, what tokens `first..stop` were coded as."""
+        for start in range(first, min(self.stored[row], stop), SEGMENT_TOKENS):
+            assert self.sketch is not None
+            self.synchronize()
+            held = self.sketch.find_segment(row, start // SEGMENT_TOKENS)
+            assert held is not None
+            sketch = {name: held[name] if name in TOKENS else held[name][:, 0] for name in KEPT}
+            records = self.tensors[0][row, :, start : start + SEGMENT_TOKENS]
+            yield ReopenedSegment(sketch, records).copy(self.device, stop - start)
 
     @torch.inference_mode(False)  # as in `_allocate`
     def select_rows(self, index: list[int]) -> None:
@@ -208,13 +246,15 @@ class CodedBulk(Bulk):
         lengths = [self.lengths[row] for row in index]
         super().select_rows(index)
         self._hold(*(held[index] for held in self.beside))
-        self.lengths = lengths
+        self.lengths, self.reopened = lengths, [self.reopened[row] for row in index]
 
     def take(self, other: Bulk) -> None:
         """As `Bulk`; the sketch is to follow."""
         super().take(other)
+        assert isinstance(other, CodedBulk)
         self._hold(*(held.to(self.device, copy=True) for held in other.beside))
         self.lengths = other.lengths
+        self.reopened = [tuple(each.copy(self.device) for each in segments) for segments in other.reopened]
 
     def _set_lengths(self, lengths: list[int]) -> None:
         ours = self.lengths

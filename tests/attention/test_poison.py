@@ -30,8 +30,8 @@ def poison() -> Iterator[list[int]]:
             tensor.fill_(torch.nan)
         return tensor
 
-    def poisoned_truncate(bulk: Bulk, lengths: list[int]) -> None:
-        truncate(bulk, lengths)
+    def poisoned_truncate(bulk: Bulk, lengths: list[int], held: list[int]) -> None:
+        truncate(bulk, lengths, held)
         for row, length in enumerate(lengths):
             fill(bulk.keys[row, :, length:])
             fill(bulk.values[row, :, length:])

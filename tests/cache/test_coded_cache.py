@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.attention import support
-from qada_cache.files import private_map
+from qada_cache.cache_file import KIND
+from qada_cache.files import private_map, tensor_file
 from qada_cache.kernels import choice, coding, cpu
 from qada_cache.kernels.cpu import building, compiled_decode, recording
 from qada_cache.kernels.cpu import prompt as prompt_kernel
@@ -242,6 +244,76 @@ def test_files(mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes[4] < 0.42 * sizes[16]
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+def test_files_and_copies_of_segments_that_a_crop_has_opened(
+    mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go on as if they had never left, past where the segments close again; old files code what is left anew."""
+    monkeypatch.setattr(private_map, "WORTH", 0)
+    model, (ids, mask) = tiny(), prompt(1900, 1500)
+    cache = filled(model, ids, mask, bulk_bits=8, **SELECTING)
+    cache.crop(-800)
+    bulks = [layer.store.bulk for layer in cache.layers]
+    assert [[each.tokens for each in row] for row in bulks[0].reopened] == [[512, 72], [512, 184]]
+    kept = sum(each.nbytes for bulk in bulks for row in bulk.reopened for each in row)
+    cache.save(tmp_path / "file")
+    again, twin = QAdACache.load(tmp_path / "file", model, mmap=mmap), copy.deepcopy(cache)
+    assert again.stats().device_bytes == cache.stats().device_bytes > kept > 0
+    tensors, state = tensor_file.read(tmp_path / "file", KIND)
+    for layer in state["layers"]:
+        layer["dict"] = [field for field in layer["dict"] if field[0] != "reopened"]
+    old = {name: tensor for name, tensor in tensors.items() if "reopened" not in name}
+    tensor_file.write(tmp_path / "old", KIND, old, state)
+    rest, whole = prompt(700, 700, seed=7)[0], torch.cat([mask[:, :1100], torch.ones(2, 700, dtype=mask.dtype)], dim=1)
+    found = []
+    for each in (cache, again, twin, QAdACache.load(tmp_path / "old", model, mmap=mmap)):
+        with torch.no_grad():
+            found.append(model(rest, **told_of(whole, 700), **pass_cache(each)).logits)
+            more = torch.cat([whole, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+            found[-1] = torch.cat([found[-1], follow(model, each, rest[:, :1], more)], dim=1)
+        assert not any(each.layers[0].store.bulk.reopened)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[3])
+    torch.testing.assert_close(found[0], found[3], rtol=0.5, atol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "forge"),
+    [
+        ("order", lambda part: part.zero_()),
+        ("order", lambda part: part.long()),
+        ("centres", lambda part: part[:, :-1]),
+        ("scales", lambda part: part[:, :1]),
+        ("scales", lambda part: part.flatten()),
+        ("records", lambda part: torch.cat([part, part], dim=1)),
+        ("records", None),
+    ],
+)
+def test_a_forged_segment_that_a_crop_has_opened(
+    name: str, forge: Callable[[Tensor], Tensor] | None, tmp_path: Path
+) -> None:
+    model, path = tiny(), tmp_path / "file"
+    cache = filled(model, prompt(1300)[0], bulk_bits=8, **DENSE)
+    cache.crop(-200)
+    cache.save(path)
+    tensors, state = tensor_file.read(path, KIND)
+    layer, place = state["layers"][0]["dict"], f"layer 0.reopened.0.0.{name}"
+    ((segment,),) = next(value for field, value in layer if field == "reopened")
+    if forge is None:  # the same one twice
+        for key, _ in segment["dict"]:
+            tensors[f"layer 0.reopened.0.1.{key}"] = tensors[f"layer 0.reopened.0.0.{key}"]
+        next(value for field, value in layer if field == "reopened")[0].append(copy.deepcopy(segment))
+    else:
+        tensors[place] = forge(tensors[place]).contiguous()
+        for key, told in segment["dict"]:
+            if key == name:
+                told |= {"dtype": str(tensors[place].dtype)[6:], "shape": list(tensors[place].shape)}
+    tensor_file.write(path, KIND, tensors, state)
+    with pytest.raises(ValueError, match=r"cannot be loaded: its? .*reopened segment"):
+        QAdACache.load(path, model)
+
+
 @pytest.mark.skipif(not choice._is_installed(), reason="needs triton")
 @pytest.mark.parametrize("options", [DENSE, SELECTING], ids=["dense", "selecting"])
 def test_a_fork_for_tritons_kernel_answers_like_torch(options: dict[str, Any]) -> None:
@@ -437,3 +509,26 @@ def test_torch_codes_for_caches_that_want_no_kernels(tmp_path: Path, monkeypatch
         assert not grow(each)
     for cached in (cpu.build, prompt_kernel._build_once, recording.build_coder):
         cached.cache_clear()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_forty_crops_lose_what_one_coding_loses(bits: int) -> None:
+    """Of full attention's next tokens, in nats: going back and reading the same text again changes little."""
+    model, ids = tiny(), prompt(1300 + TOKENS)[0]
+    stock = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :1300], **pass_cache(stock))
+    wanted = follow(model, stock, ids[:, 1300:]).double().log_softmax(dim=-1)
+
+    def loss(cache: QAdACache) -> float:
+        found = follow(model, copy.deepcopy(cache), ids[:, 1300:]).double().log_softmax(dim=-1)
+        return float((wanted.exp() * (wanted - found)).sum(dim=-1).mean())
+
+    cache = filled(model, ids[:, :1300], **DENSE, bulk_bits=bits)
+    before = loss(cache)
+    for count in range(40):
+        gone = 150 + 37 * count % 400
+        cache.crop(-gone)
+        with torch.no_grad():
+            model(ids[:, 1300 - gone : 1300], **pass_cache(cache))
+    assert 0 < loss(cache) < 1.25 * before

@@ -10,6 +10,7 @@ KERNELS = ["coding", "decode_reference", "decode_trial", "query_adaptive", "cpu.
 KERNELS += ["triton"] * bool(importlib.util.find_spec("triton"))
 MODULES = [
     *("sketch", "sketch.codec", "sketch.coded", "sketch.selection", "storage.bulk_sketch", "storage.coded_bulk"),
+    "storage.reopened",
     *(f"kernels.{name}" for name in KERNELS),
 ]
 
