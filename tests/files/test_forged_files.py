@@ -19,7 +19,7 @@ from models import SMALL, generate, logits_of, prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache import QAdACache, StaticHeads
 from qada_cache.cache_file import KIND
 from qada_cache.files import tensor_file
 
@@ -206,7 +206,8 @@ def test_fields_of_layers_of_another_kind(scene: Scene) -> None:
     fields = scene.state["layers"][0]["dict"]
     for at, (name, held) in enumerate(fields):
         before, after = fields[:at], fields[at + 1 :]
-        refuses(scene, before + after)
+        if name != "dtype":  # which sliding layers of newer transformers have no longer
+            refuses(scene, before + after)
         for kind, value in KINDS.items():
             if kind == "a flag" and name == "record_past":
                 continue  # which assisted decoding sets, and older transformers cannot go on with
@@ -268,43 +269,3 @@ def test_options_that_are_none_of_this_file(name: str, saved: Path) -> None:
         tensor_file.write(saved, KIND, tensors, state)
         with pytest.raises(ValueError, match=f"{saved.name} cannot be loaded: "):
             QAdACache.load(saved, tiny())
-
-
-def test_moments_that_are_none(tmp_path: Path) -> None:
-    """Of another prompt, in a cache's file."""
-    model, path = tiny(), tmp_path / "file"
-    cache = QAdACache(model, moments="random-tokens", **SMALL)
-    cache.save(path)
-    tensors, state = tensor_file.read(path, KIND)
-    layout = state["moments"]["rotations"][0][0]
-    other: list[dict[str, Any]] = [{"rotations": [[layout, place]] * 2} for place in (7, -1, 0.0, False, None)]
-    other += [{name: value} for name in state["moments"] for value in (3.5, "x", None, [[]], {"x": 1})]
-    other += [{"frequencies": [[value] * 4]} for value in (float("inf"), float("nan"), "1", None, 10**400)]
-    other += [{name: -1} for name in ("tokens", "sink_tokens")]
-    other += [{name: 3} for name in ("mean", "_placed", "query_energies", "unknown")]
-    for changed in [*other, {"rotations": []}, {"lengths": [5]}]:
-        if changed in ({"model_type": "x"}, {"prompt": "x"}, {"origin": {"x": 1}}, {"frequencies": [[]]}):
-            continue  # which moments of others may have
-        forged = {**state, "moments": {**state["moments"], **changed}}
-        tensor_file.write(path, KIND, tensors, forged)
-        with pytest.raises(ValueError, match="file cannot be loaded: "):
-            QAdACache.load(path, model)
-        alone = {name: tensors[name] for name in tensors if name.startswith("moments.")}
-        tensor_file.write(path, "qada-moments", alone, forged["moments"])
-        with pytest.raises(ValueError, match=r"KeyMoments|rotary"):
-            KeyMoments.load(path)
-    for name in alone:
-        less = {other: alone[other] for other in alone if other != name}
-        for forged in (less, less | {name: alone[name].double()}, less | {name: alone[name].long()}):
-            tensor_file.write(path, "qada-moments", forged, state["moments"])
-            if name in forged or "energies" not in name:
-                with pytest.raises(ValueError, match="KeyMoments"):
-                    KeyMoments.load(path)
-
-
-def test_a_table_of_heads_that_is_none(tmp_path: Path) -> None:
-    tables = [{}, {"other": torch.ones(2, 4).bool()}, {"static_heads": torch.ones(2, 4)}]
-    for tensors in [*tables, {"static_heads": torch.ones(4).bool()}]:
-        tensor_file.write(tmp_path / "file", "qada-heads", tensors, {})
-        with pytest.raises(ValueError, match="file does not hold a table of heads"):
-            StaticHeads.load(tmp_path / "file")
