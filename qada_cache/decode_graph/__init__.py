@@ -82,7 +82,8 @@ class DecodeGraph:
         step = None if self.failed else find_step(layers, decoder, kwargs)
         if step is None:
             return compute(**kwargs)
-        facts = weakref.ref(decoder), step.bound, step.numbers["row_moment_lengths"]
+        moved = step.shared.placement.moved  # bulks, after which operands of layers before may be old
+        facts = weakref.ref(decoder), step.bound, step.numbers["row_moment_lengths"], moved
         changed = self._model is not None and self._model.is_changed
         if self._places is None or not self._places.fits(step) or facts != self._facts or changed:
             self.forget()

@@ -19,7 +19,8 @@ from transformers import DynamicCache, LlamaConfig
 
 from qada_cache import QAdACache
 from qada_cache.sketch import count_segments
-from qada_cache.storage import ROOM_TOKENS, bulk
+from qada_cache.storage import ROOM_TOKENS
+from qada_cache.storage.row_tensors import GROWTH
 
 
 def small_cache(**options: Any) -> tuple[QAdACache, list[Pair]]:
@@ -160,7 +161,7 @@ def test_a_long_window_takes_memory_for_what_was_seen(tmp_path: Path) -> None:
     cache, per_token = QAdACache(model, local_tokens=10**7), 2 * 2 * 2 * 8 * 4  # of layers, keys and values, heads
 
     def check(cache: QAdACache) -> None:
-        room = 16 + max(ROOM_TOKENS, bulk.GROWTH * cache.get_seq_length())
+        room = 16 + max(ROOM_TOKENS, GROWTH * cache.get_seq_length())
         assert cache.stats().device_bytes > per_token * cache.get_seq_length()
         assert cache.stats().device_bytes < per_token * room + 8192  # of moments, and of values with keys
 
