@@ -83,7 +83,7 @@ class Bulk(RowTensors):
         twin.placement.bulks.add(twin)
         twin.sketch, twin.beside = copy.deepcopy(self.sketch, memo), copy.deepcopy(self.beside, memo)
         twin.tensors = tuple(old[:, :, :0] for old in self.tensors)
-        twin._stay(len(self.stored), self.capacity)
+        twin.offloaded = twin._is_to_leave(len(self.stored), self.capacity)
         tensors: tuple[Tensor, ...] = ()
         for old in self.tensors:
             new = twin._allocate(old, self.capacity) if twin.source is None else twin.source.find_same(old)
@@ -135,16 +135,17 @@ class Bulk(RowTensors):
         if self.offloaded and self.capacity:
             torch.accelerator.synchronize(self.device)
 
-    def _rebuild(self, index: Sequence[int], capacity: int) -> None:
-        """Move to a new storage whose row `i` is the old row `index[i]`."""
+    def _rebuild(self, index: Sequence[int], capacity: int, *, offloaded: bool) -> None:
+        """Move to a new storage whose row `i` is the old row `index[i]`; to host memory, if the device has no room."""
         self._wait_for_readers()
         try:
-            moved = self._copy_rows(index, capacity)
+            moved = self._copy_rows(index, capacity, offloaded=offloaded)
         except torch.OutOfMemoryError:
-            if not self.placed:
+            if offloaded or not self.offloading:
                 raise
-            self.offloaded = True
-            moved = self._copy_rows(index, capacity)
+            offloaded = True
+            moved = self._copy_rows(index, capacity, offloaded=True)
+        self.offloaded = offloaded
         self.adopt(None, *moved, lengths=[self.stored[row] for row in index])
 
     def settle(self) -> None:
@@ -152,15 +153,15 @@ class Bulk(RowTensors):
         device now, if there is room, or never."""
         if self._settled or not any(self.stored):
             return
-        self._wait_for_readers()
-        self._settled, self.offloaded = True, False
-        if self._stay(rows := len(self.stored), capacity := self._find_capacity(max(self.stored))):
-            self._rebuild(range(rows), capacity)
+        self._settled, rows = True, len(self.stored)
+        capacity = self._find_capacity(max(self.stored), offloaded=False)
+        if self.placement.has_room(self, rows * capacity * self.row_token_bytes):
+            self._rebuild(range(rows), capacity, offloaded=False)
 
     def leave_device(self) -> None:
         """Move to host memory, for good."""
-        old, self.offloaded = self.tensors, True
-        self._rebuild(range(len(self.stored)), self.capacity)
+        old = self.tensors
+        self._rebuild(range(len(self.stored)), self.capacity, offloaded=True)
         for tensor in old:  # operands of the layer's last step still refer to them
             if (storage := tensor.untyped_storage()).resizable():
                 storage.resize_(0)
@@ -168,11 +169,13 @@ class Bulk(RowTensors):
     def take(self, other: "Bulk") -> None:
         """Take over another one's tokens for this device; the other is not to be used again."""
         other._wait_for_readers()
-        self._stay(len(other.stored), other.capacity)
+        offloaded = self._is_to_leave(len(other.stored), other.capacity)
         self.adopt(None, *other.tensors, lengths=other.stored)
         self.sketch = other.sketch
-        if not (self.offloaded and other.offloaded):  # host memory serves every device
-            self._rebuild(range(len(self.stored)), self.capacity)
+        if offloaded and other.offloaded:  # host memory serves every device
+            self.offloaded = True
+        else:
+            self._rebuild(range(len(self.stored)), self.capacity, offloaded=offloaded)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row in `tensors`.
@@ -183,8 +186,9 @@ class Bulk(RowTensors):
         """
         if self._count_needed(tokens) <= self.capacity:
             return
-        self._stay(len(self.stored), self._find_capacity(tokens))
-        self._rebuild(range(len(self.stored)), self._find_capacity(tokens))
+        offloaded = self._is_to_leave(len(self.stored), self._find_capacity(tokens, offloaded=self.offloaded))
+        capacity = self._find_capacity(tokens, offloaded=offloaded)
+        self._rebuild(range(len(self.stored)), capacity, offloaded=offloaded)
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Add `keys` and `values` `[rows, kv_heads, tokens, dim]` to rows of equal length."""
@@ -293,5 +297,4 @@ class Bulk(RowTensors):
             self._set_lengths(lengths)
         else:
             capacity = self.capacity if any(lengths) else 0
-            self._stay(len(index), capacity)
-            self._rebuild(index, capacity)
+            self._rebuild(index, capacity, offloaded=self._is_to_leave(len(index), capacity))

@@ -33,26 +33,30 @@ class RowTensors:
     device: torch.device  # which computes
     placement: Placement  # of the cache
     offloading: bool  # whether they may lie in host memory that is not the device's
-    offloaded: bool  # whether they do, or will when they move next
+    offloaded: bool  # whether they do, and stay there
 
-    def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
+    def _allocate(
+        self, like: Tensor, capacity: int, *, batch: int | None = None, offloaded: bool | None = None
+    ) -> Tensor:
+        """Uninitialised, in another place or for other rows than those of now, if that is said."""
+        offloaded = self.offloaded if offloaded is None else offloaded
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
-            if self.offloaded and self.device.type != "cpu" and capacity > 0:
+            if offloaded and self.device.type != "cpu" and capacity > 0:
                 try:
                     return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
                     logger.warning_once(
                         f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
                     )
-            return transfers.make_empty(shape, like.dtype, transfers.HOST if self.offloaded else self.device)
+            return transfers.make_empty(shape, like.dtype, transfers.HOST if offloaded else self.device)
 
-    def _copy_rows(self, index: Sequence[int], capacity: int) -> list[Tensor]:
-        """New `tensors`, whose row `i` is the old row `index[i]`. Heads are copied one by one: several would take memory
-        of the device on their way to the host."""
+    def _copy_rows(self, index: Sequence[int], capacity: int, *, offloaded: bool) -> list[Tensor]:
+        """New `tensors`, whose row `i` is the old row `index[i]`. Heads are copied one by one: several would take the
+        device's memory on their way to the host."""
         moved = []
         for old in self.tensors:
-            new = self._allocate(old, capacity, batch=len(index))
+            new = self._allocate(old, capacity, batch=len(index), offloaded=offloaded)
             for (row, source), head in product(enumerate(index), range(old.shape[1])):
                 new[row, head, : self.stored[source]] = old[source, head, : self.stored[source]]
             moved.append(new)
@@ -66,10 +70,10 @@ class RowTensors:
         """Tokens that a row has to have room for, to hold so many where it lies."""
         return int(tokens * GROWTH**self._growth_share) if self.offloaded else tokens
 
-    def _find_capacity(self, tokens: int) -> int:
+    def _find_capacity(self, tokens: int, *, offloaded: bool) -> int:
         """Tokens that a row gets room for, when it moves to hold so many."""
-        if self.offloaded:
-            capacity = -(-(self._count_needed(tokens) + 1) // GRANULE) * GRANULE
+        if offloaded:
+            capacity = -(-(int(tokens * GROWTH**self._growth_share) + 1) // GRANULE) * GRANULE
             sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in self.tensors]
             room = min(transfers.count_pinned(capacity * size) // size for size in sizes)
             return room // GRANULE * GRANULE
@@ -77,12 +81,12 @@ class RowTensors:
         growths = math.ceil(math.log(tokens / GRANULE, self.growth) - share) + share
         return max(math.floor(self.growth**growths), -(-tokens // GRANULE)) * GRANULE
 
-    def _stay(self, rows: int, capacity: int) -> bool:
-        """Whether it is to lie on the device, with room for so many tokens of so many rows. If there is none, it moves
-        to host memory next, for good."""
-        nbytes = rows * capacity * self.row_token_bytes
-        self.offloaded = self.offloaded or (self.offloading and not self.placement.has_room(self, nbytes))
-        return not self.offloaded
+    def _is_to_leave(self, rows: int, capacity: int) -> bool:
+        """Whether it is to move to host memory, or to stay there, instead of taking room for so many tokens of so many
+        rows on the device."""
+        if self.offloaded or not self.offloading or not capacity:
+            return self.offloaded
+        return not self.placement.has_room(self, rows * capacity * self.row_token_bytes)
 
     @property
     def mappable(self) -> bool:
