@@ -117,7 +117,7 @@ def test_padded_rows(placed: PreTrainedModel, whole: PreTrainedModel) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the bulk lies in host memory that is not pinned")
-@pytest.mark.parametrize("budget", [0, 200_000, 0.5, 1.0])
+@pytest.mark.parametrize("budget", [0, 600_000, 1.0])
 def test_offloaded(placed: PreTrainedModel, whole: PreTrainedModel, budget: int | float) -> None:
     """Copies come as late as they may; the budget is that of each device."""
     with accelerator() as copies:
@@ -127,8 +127,7 @@ def test_offloaded(placed: PreTrainedModel, whole: PreTrainedModel, budget: int 
         held[str(bulk.device)] += [bulk.nbytes] * bulk.placed
         assert str(bulk.tensors[0].device) == ("cpu" if bulk.offloaded else str(bulk.device))
     assert (copies.count == 0) == (budget == 1.0)
-    print([b.nbytes for b in bulks])
-    layers = {0: 0, 200_000: 1, 0.5: 1, 1.0: 2}[budget]
+    layers = {0: 0, 600_000: 1, 1.0: 2}[budget]
     assert list(map(len, held.values())) == [layers, layers]
     assert cache.stats().device_layers == 2 * layers
     assert isinstance(budget, float) or all(sum(sizes) <= budget for sizes in held.values())
