@@ -10,7 +10,7 @@ is read over bandwidth; `issue_ms`, instructions over what a GPU issues; `host_m
 - Instructions are those of our kernels, at most (`eval/shared/gpus.py`); those of the model's products, and of other
   caches' attention, are not known.
 - The host's time follows from `launch_time.csv` and `benchmark-llama-3-8b-cuda.csv`. Steps of ours are replays of a
-  graph, but with a `device_budget`.
+  graph.
 
 `--assumptions` has the table of what is assumed instead.
 """
@@ -34,7 +34,7 @@ from qada_cache.sketch import count_segments
 MODELS = ("llama-3-8b", "qwen2-7b")
 TOKENS = (32768, 131072)
 BATCHES = (1, 8)
-BUDGETS = (0.0, 0.25, 1.0)  # of the bulk, what an offloaded cache keeps on the device as well
+BUDGETS = (0.0, 0.25, 1.0)  # of the bulk, what an offloaded cache keeps on the device
 SKETCHES = {16: "1.5", 8: "1.5+8", 4: "1.5+4"}  # of other tables, by `bulk_bits`
 VALUE_BYTES = 2
 MEASURED_DIM = 64  # of the heads of the models in the table
@@ -118,14 +118,13 @@ def list_caches(model: str, tokens: int, batch: int, share: float, host: Host) -
     ]
     for bits, of in SKETCHES.items():
         device, bulk, sketch = (heads * part for part in count_head_bytes(tokens=tokens, dim=dim, bulk_bits=bits))
-        replayed, computed = layers * host.replayed[of], layers * host.computed[of]
+        replayed = layers * host.replayed[of]
         name = f"QAdACache, bulk_bits={bits}"
         caches.append(Cache(f"{name}, offloading=False", device + bulk, 0, sketch + share * bulk, 0, replayed, of))
         for budget in BUDGETS:
             near, far = sketch + budget * share * bulk, (1 - budget) * share * bulk
-            taken = computed if budget else replayed
-            held = device + budget * bulk, bulk
-            caches.append(Cache(f"{name}, device_budget={budget:g}", *held, near, far, taken, of))
+            held = device + budget * bulk, (1 - budget) * bulk
+            caches.append(Cache(f"{name}, device_budget={budget:g}", *held, near, far, replayed, of))
     return caches
 
 
@@ -177,9 +176,8 @@ def list_assumptions(share: float, where: str, host: Host) -> list[dict[str, Any
     rows.append({"of": "kernels", "assumed": "tokens that a program takes at once, at most", "value": MOST_TOKENS})
     rows.append({"of": "kernels", "assumed": "tokens times query heads, at most", "value": SCORES})
     rows.append({"of": "host", "assumed": "ms a layer, DynamicCache", "value": f"{host.dynamic:.3f}"})
-    for kind, times in (("computed", host.computed), ("replayed", host.replayed)):
-        named = ((sketch, times[sketch]) for sketch in SKETCHES.values())
-        rows += [{"of": "host", "assumed": f"ms a layer, {kind}, {name}", "value": f"{ms:.3f}"} for name, ms in named]
+    for name in SKETCHES.values():
+        rows.append({"of": "host", "assumed": f"ms a layer, replayed, {name}", "value": f"{host.replayed[name]:.3f}"})
     return rows
 
 

@@ -35,19 +35,17 @@ GPUS = {
 
 
 class Host(NamedTuple):
-    """Milliseconds of a step of one layer on the host, the model's own part included unless a graph is replayed."""
+    """Milliseconds of a step of one layer on the host."""
 
-    dynamic: float  # `DynamicCache`, as measured beside an H100
-    computed: dict[str, float]  # ours by sketch: as much, and what our layer's part takes more in `launch_time.csv`
-    replayed: dict[str, float]  # likewise by a graph
+    dynamic: float  # `DynamicCache` and the model's own part, as measured beside an H100
+    replayed: dict[str, float]  # ours by a graph, by sketch, as in `launch_time.csv`
 
 
 def read_host() -> Host:
     """What was measured."""
     (nothing,) = (row for row in read(MEASURED) if row["method"] == "no context")
-    dynamic, rows = float(nothing["p50_ms"]) / MEASURED_LAYERS, read(HOST)
-    computed = {row["sketch"]: dynamic + (float(row["host_us"]) - float(row["dynamic_us"])) / 1e3 for row in rows}
-    return Host(dynamic, computed, {row["sketch"]: float(row["graph_us"]) / 1e3 for row in rows})
+    replayed = {row["sketch"]: float(row["graph_us"]) / 1e3 for row in read(HOST)}
+    return Host(float(nothing["p50_ms"]) / MEASURED_LAYERS, replayed)
 
 
 def count_instructions(*, dim: int, group: int, tokens: int, segments: int, sketch: str, architecture: str) -> int:
