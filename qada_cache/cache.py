@@ -81,9 +81,10 @@ class QAdACache(WatchedCache):
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.
-        device_budget: the part of an offloaded bulk that may lie on each of the model's devices as well: bytes (an
-            int), a share of the bulk (a float in [0, 1]), or "auto": the memory free when the first head asks for it,
-            less a tenth and at least 1 GiB. Outputs do not depend on it.
+        device_budget: how much of an offloaded bulk lies on each of the model's devices instead, in whole layers: bytes
+            (an int), a share (a float in [0, 1]), or "auto": what is free once the prompt has been read, but for a
+            tenth of the device's memory and at least 1 GiB. A layer that outgrows it moves to host memory, for good.
+            Outputs do not depend on it.
         audit_every: query-adaptive steps between audits; 0: none. An audit reads one layer's whole bulk, layers in
             turn, and records the missed attention in `stats().audit`. Outputs stay the same.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
@@ -141,9 +142,8 @@ class QAdACache(WatchedCache):
         options = support.choose_bits(options, managed) if bulk_bits is None else options
         self._shared = Shared(tuned_choice.apply_tuned(options, managed, left_open), managed)
         self._bar, self._decode_graph = ReadingBar(), make_graph(options, managed)
-        following = None
-        for index in reversed(ours):
-            self.layers[index] = following = QAdALayer(self._shared, index, following)
+        for index in ours:
+            self.layers[index] = QAdALayer(self._shared, index)
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
         attention.switch_on(text_config, model)
@@ -230,8 +230,6 @@ class QAdACache(WatchedCache):
         self._check_files()
         move_to_shared_memory(self._list_bulks())
         twin = memo[id(self)] = type(self).__new__(type(self))
-        for layer in reversed(self.layers):  # each refers to the next, which is copied first: no deep recursion
-            copy.deepcopy(layer, memo)
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 

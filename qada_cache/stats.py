@@ -11,9 +11,10 @@ from transformers.cache_utils import DynamicCache
 from .models.sharding import HeadShard
 from .state import Options
 from .state.layer import QAdALayer
+from .storage.bulk import Bulk
 
 _READ = (
-    *("bulk_read_bytes", "resident_hit_bytes", "sketch_read_bytes", "dense_bulk_bytes", "streamed_bytes"),
+    *("bulk_read_bytes", "sketch_read_bytes", "dense_bulk_bytes", "streamed_bytes"),
     *("prompt_pairs", "prompt_read_pairs"),
 )
 
@@ -53,15 +54,15 @@ class CacheStats:
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
         device_bytes: bytes on the compute device: sinks, window, pending tokens, sketch, key moments (shared by a
-            model's caches), layers of other kinds, residents, and the bulk unless it is offloaded.
+            model's caches), layers of other kinds, and bulks that are not offloaded, or lie there within a budget.
         host_bytes: bytes of the offloaded bulk, preallocated room included; also of a CPU model, under
             `offloading=True`. Pinned memory counts as torch allocates it: each layer's keys, and its values, rounded up
             to a power of two. `torch.cuda.host_memory_stats()` has what torch's allocator keeps for later.
         shared_bytes: part of the bulk's bytes: tokens in memory shared with copies of the cache, or in a mapped file.
             Every cache counts them, and they take memory once.
-        resident_bytes: part of `device_bytes`, heads of an offloaded bulk that are kept on the device as well.
-        bulk_read_bytes: bulk bytes read by query-adaptive calls from the bulk's own memory, or fetched early for them.
-        resident_hit_bytes: bulk bytes that the same calls read from residents instead.
+        device_layers: how many of `layers` have their bulk on the device: of an offloaded one, as many as are within
+            `device_budget`.
+        bulk_read_bytes: bulk bytes read by query-adaptive calls.
         sketch_read_bytes: bytes of the key sketch read by query-adaptive calls.
         dense_bulk_bytes: bulk bytes of the same calls if every head had read all of its own.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
@@ -80,9 +81,8 @@ class CacheStats:
     device_bytes: int
     host_bytes: int
     shared_bytes: int
-    resident_bytes: int
+    device_layers: int
     bulk_read_bytes: int
-    resident_hit_bytes: int
     sketch_read_bytes: int
     dense_bulk_bytes: int
     streamed_bytes: int
@@ -103,7 +103,7 @@ class CacheStats:
     @property
     def read_share(self) -> float:
         """Bytes read, the sketch included, over `dense_bulk_bytes`; nan if these are 0 (without a stored bulk)."""
-        read = self.bulk_read_bytes + self.resident_hit_bytes + self.sketch_read_bytes
+        read = self.bulk_read_bytes + self.sketch_read_bytes
         return read / self.dense_bulk_bytes if self.dense_bulk_bytes else math.nan
 
     @property
@@ -121,6 +121,11 @@ class CacheStats:
         )
 
 
+def is_on_device(layer: QAdALayer, bulk: Bulk) -> bool:
+    """Whether a layer's bulk counts as the device's."""
+    return bulk.placed or not layer.options.offloading
+
+
 def count_layer_bytes(layer: Any) -> tuple[int, int]:
     """Bytes that one layer of a cache holds on its device, and on the host."""
     holders, on_host = [layer], 0
@@ -128,11 +133,11 @@ def count_layer_bytes(layer: Any) -> tuple[int, int]:
     if isinstance(layer, QAdALayer):
         counted += [layer.counters, layer.kept_moments]
         if (store := layer.store) is not None:
-            holders += [store, store.moments, store.bulk.residents]
-            counted += [store.bulk.residents, store.bulk.sketch, None if layer.options.offloading else store.bulk]
+            holders += [store, store.moments]
+            counted += [store.bulk.sketch, store.bulk if (on_device := is_on_device(layer, store.bulk)) else None]
             counted += store.bulk.beside
             counted += {id(each): each for segments in store.bulk.reopened for each in segments}.values()
-            on_host = store.bulk.nbytes if layer.options.offloading else 0
+            on_host = 0 if on_device else store.bulk.nbytes
     held = [value for holder in holders if holder is not None for value in vars(holder).values()]
     held += [state for value in held if isinstance(value, dict) for state in value.values()]  # of linear layers
     counted += [value for value in held if isinstance(value, Tensor)]
@@ -158,12 +163,11 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
 
     on_device, on_host = count_bytes(cache)
     moments = {layer.options.other_moments for layer in ours}
-    bulks = [layer.store.bulk for layer in ours if layer.store is not None]
+    bulks = [(layer, layer.store.bulk) for layer in ours if layer.store is not None]
     held = {
         "device_bytes": on_device + sum(each.device_bytes for each in moments if each is not None),
         "host_bytes": on_host,
-        "shared_bytes": sum(bulk.shared_bytes + bulk.lent_bytes for bulk in bulks),
-        "resident_bytes": sum(bulk.residents.nbytes for bulk in bulks),
+        "shared_bytes": sum(bulk.shared_bytes + bulk.lent_bytes for _, bulk in bulks),
         **{name: sum(int(each[name]) for each in counted) for name in _READ},
     }
     summed = shard.gather(torch.tensor([list(held.values())], dtype=torch.int64, device="cpu"), 0).sum(dim=0).tolist()
@@ -174,6 +178,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         steps=max((each["steps"] for each in counted), default=0),
         decisions=max((each["decisions"] for each in counted), default=0),
         tokens=cache.get_seq_length(),
+        device_layers=sum(bulk.capacity > 0 and is_on_device(layer, bulk) for layer, bulk in bulks),
         **dict(zip(held, summed, strict=True)),
         audit=_audit(counted, shard),
     )

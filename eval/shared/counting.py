@@ -36,7 +36,7 @@ def count_read_bytes(cache: Cache, name: str, steps: int) -> float:
         return float(sum(count_held(cache)))
     near = sum(layer.store.near_keys.nbytes + layer.store.near_values.nbytes for layer in cache.layers)
     stats = cache.stats()
-    return near + (stats.bulk_read_bytes + stats.resident_hit_bytes + stats.sketch_read_bytes) / steps
+    return near + (stats.bulk_read_bytes + stats.sketch_read_bytes) / steps
 
 
 def count_bus_bytes(cache: Cache, steps: int) -> float:

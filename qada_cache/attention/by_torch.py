@@ -47,7 +47,7 @@ def attend_by_torch(
         whole, selecting, chosen = select(grouped, flags, local[1], store.bulk.lengths, query, rows, operands)
         bulk = attend_bulk(layer, store, query, operands, whole, chosen)
     out, read_lse = bulk.merge(*local, flags)
-    _count_and_prefetch(layer, store, selecting, whole)
+    _count_sketch_bytes(layer, store, selecting, whole)
     if layer.is_observed():
 
         def find_true_log_bulk() -> Tensor:
@@ -79,31 +79,27 @@ def attend_bulk(
     *,
     auditing: bool = False,
 ) -> BulkAttention:
-    """Gather what was selected of the bulk, and attend to it: whole heads, then chosen tokens of others. What is read
-    to audit decides nothing about what is kept on the device."""
+    """Gather what was selected of the bulk, and attend to it: whole heads, then chosen tokens of others."""
     grouped, counters = group_queries(query, operands.kv_heads), layer.counters
     found = BulkAttention(
         grouped, query, operands.near_values.shape[3], partial(partial_attention, kernels=layer.options.kernels)
     )
     if not any(store.bulk.lengths):
         return found
-    sketch, selecting = operands.sketch, operands.sketch is not None and not auditing
-    for part in reading.read_parts(store.bulk, whole, selecting=selecting, update_residency=not auditing):
+    for part in reading.read_parts(store.bulk, whole):
         found.add_whole(part.rows, part.heads, part.keys, part.values)
         if auditing:
-            counters.audited_bytes += part.bulk_read_bytes + part.resident_hit_bytes
+            counters.audited_bytes += part.bulk_read_bytes
         else:
             counters.bulk_read_bytes += part.bulk_read_bytes
-            counters.resident_hit_bytes += part.resident_hit_bytes
     by_head = [(head, list(blocks)) for head, blocks in groupby(chosen, key=attrgetter("row", "head"))]
     gathered = reading.gather_parts(store.bulk, [(head, blocks[0].tokens) for head, blocks in by_head])
     for ((row, head), blocks), part in zip(by_head, gathered, strict=True):
-        assert sketch is not None
+        assert operands.sketch is not None
         for one in blocks:  # of queries, which share the tokens
-            found.add_chosen(one, part.keys, part.values, sketch)
+            found.add_chosen(one, part.keys, part.values, operands.sketch)
         if not whole[row][head]:
             counters.bulk_read_bytes += part.bulk_read_bytes
-            counters.resident_hit_bytes += part.resident_hit_bytes
     return found
 
 
@@ -146,10 +142,10 @@ def _has_float64(device: torch.device) -> bool:
     return True
 
 
-def _count_and_prefetch(
+def _count_sketch_bytes(
     layer: QAdALayer, store: TokenStore, selecting: list[list[bool]], whole: list[list[bool]]
 ) -> None:
-    """Count the sketch's bytes, update residents, and prefetch heads of the next layer."""
+    """Count what heads have read of the sketch."""
     bulk, counters = store.bulk, layer.counters
     in_records = bulk.records is not None
     for row, length in enumerate(bulk.lengths):
@@ -159,9 +155,3 @@ def _count_and_prefetch(
         if heads := sum(readers):
             assert bulk.sketch is not None
             counters.sketch_read_bytes += bulk.sketch.tensors.count_read_bytes(length) * heads
-    if selecting and store.sketch is not None and bulk.offloaded and layer.options.device_budget:
-        counters.bulk_read_bytes += reading.update_residency(
-            bulk, torch.tensor(selecting, dtype=torch.bool, device="cpu")
-        )
-    if any(bulk.lengths) and layer.next_layer is not None and layer.next_layer.store is not None:
-        layer.next_layer.counters.bulk_read_bytes += reading.prefetch(layer.next_layer.store.bulk)

@@ -15,7 +15,6 @@ from ..kernels.operands import Operands, Query, Rows
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
-from ..storage.reading import update_residency
 from .by_torch import attend_by_torch
 
 TURN_TOKENS = 512  # more, where the window is as long, are matrices enough for torch
@@ -49,8 +48,6 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
     else:
         # Nothing here waits for the device: small tensors of host numbers are copied to it without blocking.
         out, flags = kernel(query, rows, operands)
-        if operands.resident_pointers is not None:
-            layer.counters.bulk_read_bytes += update_residency(bulk, flags.flatten(2).any(dim=-1))
     layer.counters.count(flags, rows, operands.kv_heads * bulk.token_bytes)
     return out
 
@@ -58,7 +55,7 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
 def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
     """Whether kernels for single tokens are to compute several `[batch, heads, queries, dim]`. Heads that are read
     whole are read once for all tokens by torch, and by these once for each, so only if tokens are selected. The CPU's
-    takes one row; by Triton's every token reads for itself, and where the bulk lies, whatever residents there are."""
+    takes one row; by Triton's every token reads for itself."""
     options = layer.options
     if store.sketch is None or states.shape[2] > TURN_TOKENS or options.kernels == "torch":
         return False
@@ -88,8 +85,6 @@ def find_step(layer: QAdALayer, store: TokenStore, states: Tensor, by_kernel: bo
     kernel, operands = known.kernel, known.operands
     if kernel is not None and store.bulk.offloaded:
         store.bulk.find_in_place()  # its copies to the host may be under way
-        if layer.options.device_budget and known.queries == 1:
-            operands.resident_pointers = store.bulk.residents.find_pointers(store.bulk.stored)
     return kernel, operands
 
 
@@ -97,7 +92,7 @@ def _list_parts(layer: QAdALayer, store: TokenStore) -> tuple[object, ...]:
     """What operands follow from, by identity."""
     bulk, counters, sketch = store.bulk, layer.counters, store.bulk.sketch
     known = (None, False) if sketch is None else (sketch.tensors, sketch.in_use)
-    counts = counters.bulk_read_bytes, counters.sketch_read_bytes, counters.resident_hit_bytes
+    counts = counters.bulk_read_bytes, counters.sketch_read_bytes
     return (store.near_keys, store.near_values, bulk.tensors, bulk.beside, *known, *counts)
 
 
@@ -118,8 +113,6 @@ def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Op
         found.bulk_read_bytes = counters.find_on(device, "bulk_read_bytes")
         if found.sketch is not None:
             found.sketch_read_bytes = counters.find_on(device, "sketch_read_bytes")
-        if bulk.offloaded and options.device_budget:
-            found.resident_hit_bytes = counters.find_on(device, "resident_hit_bytes")
     return found
 
 

@@ -217,11 +217,12 @@ def _attend(
         if exact:
             work = partial(attend_exactly, layer, layer.store, asked, key, value)
         else:
+            layer.store.bulk.settle()
             layer.store.append(key, value, valid, write=False)
             asked.unstored = (key, value) if valid is None else None
             work = partial(attend_adaptively, layer, layer.store, asked)
         with suspend_autocast(query.device):
-            out = layer.shared.residents.retry(work)
+            out = layer.shared.placement.retry(work, query.device)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
     if empty or long:
         layer.last_step.forget()

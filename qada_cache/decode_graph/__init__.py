@@ -91,7 +91,8 @@ class DecodeGraph:
             step, self._step = Step(layers, inputs), None
             if step.numbers["decisions"] != step.stores[0].batch:
                 return compute(**kwargs)
-            facts = weakref.ref(decoder), step.bound, step.numbers["row_moment_lengths"]
+            moved = step.shared.placement.moved  # bulks, after which operands of layers before may be old
+            facts = weakref.ref(decoder), step.bound, step.numbers["row_moment_lengths"], moved
             changed = self._model is not None and self._model.is_changed
             if self._places is None or not self._places.fits(step) or facts != self._facts or changed:
                 self.forget()

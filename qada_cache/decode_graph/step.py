@@ -190,7 +190,7 @@ def find_inputs(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -
     if config._attn_implementation not in _ATTENTION:
         return None
     frozen = options.tracks_moments and not options.update_moments  # whose counts are read on the host
-    if frozen or options.device_budget or options.audit_every or shared.observer is not None:
+    if frozen or options.audit_every or shared.observer is not None:
         return None
     attention.check_switched_on(config)
     padded = first.padding.known.numel() > 0

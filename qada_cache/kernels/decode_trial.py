@@ -18,7 +18,6 @@ from .reference import find_fault
 KV_HEADS = 3
 LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the near buffer; the others are neither
 SHORT = 300  # tokens in the bulk of all rows but the first
-ELSEWHERE = 0, 1  # the row and head that lie outside the buffers
 NOTHING = 255  # a byte of records that are not to be read: as a scale, nan
 QUERY, ROWS = (
     ("states", "scaling", "log_bulk"),
@@ -44,11 +43,11 @@ def find_decode_fault(
     """The fault of a `fused_decode`, or a `fused_turn`, on this device, as of `reference.find_fault`; the answer is
     kept for the process.
 
-    The trial takes both group rules, and for single queries once a head that lies elsewhere. Decisions are clear, so
-    that no rounding changes them, and tokens that are not to be read are nan.
+    The trial takes both group rules. Decisions are clear, so that no rounding changes them, and tokens that are not to
+    be read are nan.
     """
     scene = _make_scene(dtype, group, dim, value_dim, layout, records)
-    for group_rule, elsewhere in (("any", False), ("head", queries == 1)):
+    for group_rule in ("any", "head"):
         scene["group_rule"] = group_rule
         expected = _compute(decode_step, scene, torch.device("cpu"))
         for name in ("bulk_keys", "bulk_values"):
@@ -60,7 +59,7 @@ def find_decode_fault(
         flags, out, *counted = expected
         expected = flags.expand(-1, -1, -1, queries), out.expand(-1, -1, queries, -1), *counted
         asked = scene | {name: scene[name].repeat_interleave(queries, dim=axis) for name, axis in AXES.items()}
-        compute = functools.partial(_compute, kernel, asked, device, pinned=pinned, elsewhere=elsewhere)
+        compute = functools.partial(_compute, kernel, asked, device, pinned=pinned)
         size = max(1.0, float(out.abs().mean()))  # values are large, and roundings of their averages follow them
         if (wrong := find_fault(compute, expected, size=size)) is not None:
             return wrong
@@ -68,33 +67,25 @@ def find_decode_fault(
 
 
 def _compute(
-    kernel: Callable, scene: dict[str, Any], device: torch.device, *, pinned: bool = False, elsewhere: bool = False
+    kernel: Callable, scene: dict[str, Any], device: torch.device, *, pinned: bool = False
 ) -> tuple[Tensor, ...]:
     """What the kernel makes of a scene, on the host: flags, outputs, and bytes of the bulk and of the sketch."""
     kwargs: dict[str, Any] = {n: part.to(device) if isinstance(part, Tensor) else part for n, part in scene.items()}
     if "sketch" in kwargs:
         kwargs["sketch"] = scene["sketch"].map(lambda part: part.to(device))
-    read, hit, sketch_read = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
-    held, moved = ["bulk_keys", "bulk_values"], []
+    read, sketch_read = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+    held = ["bulk_keys", "bulk_values"]
     if (records := scene.get("records")) is not None:
         held = ["records"]
         kwargs["records"] = replace(records, weights=records.weights.to(device), open=records.open.to(device))
     for name in held:
         buffer = (scene[name] if records is None else records.tensor).clone()
-        if elsewhere:
-            moved.append(buffer[ELSEWHERE].to(device, copy=True))
-            buffer[ELSEWHERE] = torch.nan if records is None else NOTHING
         placed = buffer.pin_memory() if pinned else buffer.to(device)
         kwargs[name] = placed if records is None else replace(kwargs[name], tensor=placed)
-    if elsewhere:
-        pointers = torch.zeros(*scene["bulk_keys"].shape[:2], 2, dtype=torch.int64, device="cpu")
-        addresses = [part.data_ptr() for part in moved]
-        pointers[ELSEWHERE][: len(addresses)] = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-        kwargs |= {"resident_pointers": pointers.to(device), "resident_hit_bytes": hit}
     query, rows = (kind(**{name: kwargs.pop(name) for name in names}) for kind, names in ((Query, QUERY), (Rows, ROWS)))
     out, flags = kernel(query, rows, Operands(**kwargs, bulk_read_bytes=read, sketch_read_bytes=sketch_read))
     # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
-    return tuple(part.cpu() for part in (flags, out, read + hit, sketch_read))
+    return tuple(part.cpu() for part in (flags, out, read, sketch_read))
 
 
 def _make_scene(

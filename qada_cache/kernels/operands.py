@@ -191,11 +191,6 @@ class Operands:
     records: Records | None = None
     bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
     sketch_read_bytes: Tensor | None = None  # int64 `[]`: likewise, of the sketch
-    # int64 `[batch, kv_heads, 2]`, contiguous: the addresses of a resident head's keys and values, which lie token by
-    # token as in the bulk buffers, at multiples of 16 bytes; 0 for a head to be read there. With `records` the first
-    # one is that of a resident head's records.
-    resident_pointers: Tensor | None = None
-    resident_hit_bytes: Tensor | None = None  # int64 `[]`, with them: takes needed bytes of residents instead
     # int32 `[rows, kv_heads, 2 + capacity]`: takes needed bytes if no counter does, those of a head's sketch, of a head
     # that is read whole without one, and of each token. Queries that share a row write the same.
     marks: Tensor | None = None

@@ -12,7 +12,7 @@ def list_figures(stock: Answer, ours: Answer, *, on_cpu: bool) -> list[dict[str,
     stats = ours.stats
     assert stats is not None
     passes = max(1, stats.steps)
-    read = stats.bulk_read_bytes + stats.resident_hit_bytes + stats.sketch_read_bytes
+    read = stats.bulk_read_bytes + stats.sketch_read_bytes
     held = stock.device_bytes + stock.host_bytes, stats.device_bytes + stats.host_bytes
     one = "On a CPU both are one memory. " if on_cpu else ""
     return [

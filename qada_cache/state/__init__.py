@@ -17,7 +17,7 @@ from ..key_moments.defaults import CURRENT, MomentsSource, split_sources
 from ..models.sharding import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
 from ..sketch.coded import RUNGS
-from ..storage.residents import Residents, check_budget
+from ..storage.placement import Placement, check_budget
 from .forward_pass import ForwardPass
 from .observation import Observer
 
@@ -183,7 +183,7 @@ class Shared:
         self.options, self.model = options, model
         self.progress = Progress()
         self.forward_pass = ForwardPass(options.sink_tokens, options.window)
-        self.residents = Residents(options.device_budget)
+        self.placement = Placement(options.device_budget)
         self.observer: Observer | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # of which a copy is made, which nobody asked to observe

@@ -19,8 +19,7 @@ class Counters:
 
     decisions: int = 0
     steps: int = 0
-    bulk_read_bytes: int | Tensor = 0  # this and the next two: int64 [] once a kernel counts them
-    resident_hit_bytes: int | Tensor = 0
+    bulk_read_bytes: int | Tensor = 0  # this and the next: int64 [] once a kernel counts them
     sketch_read_bytes: int | Tensor = 0
     dense_bulk_bytes: int = 0
     streamed_bytes: int = 0
@@ -62,7 +61,7 @@ class Counters:
     @property
     def on_device(self) -> list[Tensor]:
         """The sums that a kernel or a graph adds to."""
-        counted = self.bulk_read_bytes, self.resident_hit_bytes, self.sketch_read_bytes
+        counted = self.bulk_read_bytes, self.sketch_read_bytes
         return [count for count in (*counted, *(self._replayed or ())) if isinstance(count, Tensor)]
 
     def take_flags(self) -> Tensor:

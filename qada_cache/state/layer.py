@@ -46,10 +46,9 @@ class QAdALayer(DynamicLayer):
 
     keys, values = _make_no_tensor("keys"), _make_no_tensor("values")
 
-    def __init__(self, shared: Shared, index: int, next_layer: "QAdALayer | None" = None) -> None:
+    def __init__(self, shared: Shared, index: int) -> None:
         super().__init__()
         self.shared, self.index = shared, index
-        self.next_layer = next_layer  # whose heads may be fetched while this one computes; None: it is the last
         self.reset()
 
     def reset(self) -> None:
@@ -58,7 +57,6 @@ class QAdALayer(DynamicLayer):
         self.bound_module: Any = None  # weak reference to the attention module served
         self.incoming: Tensor | None = None  # keys handed out by `update` and not yet seen by the attention function
         self.store: TokenStore | None = None  # the real tokens
-        self.shared.residents.layers.pop(self.index, None)
         self.seen = 0  # logical tokens, padding included (what transformers calls the sequence length)
         self.padding = NONE  # of these tokens; shared by the layers of a cache
         self.counters, self.kept_moments = Counters(), LayerMoments()
@@ -73,7 +71,7 @@ class QAdALayer(DynamicLayer):
     def adaptive_tokens(self) -> int:
         """The most new tokens of a call that heads decide for, behind others: more are exact."""
         store, most = self.store, self.options.window
-        if store is None or not (store.bulk.offloaded and store.selects) or self.options.criterion == "local":
+        if store is None or not (store.bulk.offloading and store.selects) or self.options.criterion == "local":
             return most
         return min(most, BUS_TOKENS)
 
@@ -110,7 +108,7 @@ class QAdALayer(DynamicLayer):
             sinks=self.options.sink_tokens,
             window=self.options.window,
             offloading=self.options.offloading,
-            residents=self.shared.residents,
+            placement=self.shared.placement,
             layer=self.index,
             bulk_bits=self.options.bulk_bits,
         )

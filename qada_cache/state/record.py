@@ -22,6 +22,7 @@ from .stock import COUNTED, require_fit
 
 BULK = ("bulk_keys", "bulk_values")  # those beside a coded bulk's records
 RECORDS = "bulk_records"
+HITS = "resident_hit_bytes"  # in older files, more bytes that were read of the bulk
 _SHAPES = {  # the same word is the same size wherever it stands
     "near_keys": "batch kv_heads columns dim",
     "near_values": "batch kv_heads columns value_dim",
@@ -101,7 +102,9 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
     except (KeyError, TypeError, AttributeError) as error:  # a field is missing, or of another kind
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
     layer.seen, layer.padding = record["seen"], padding
-    layer.counters = Counters(**{name: record[name] for name in COUNTER_NAMES})
+    counted = {name: record[name] for name in COUNTER_NAMES}
+    counted["bulk_read_bytes"] += record.get(HITS, 0)
+    layer.counters = Counters(**counted)
 
 
 def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
@@ -130,9 +133,9 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         dtype = record[near].dtype
         require(dtype.is_floating_point, f"{near} in {dtype}", "of a floating dtype")
         require(record[far].dtype == dtype, f"{far} in {record[far].dtype}", f"in {dtype}, as {near}")
-    for name in COUNTER_NAMES:
-        fits = name in ("audited", "local_heads", "local_groups") or _is_count(record[name])
-        require(fits, f"{name} of {record[name]}", "a count")
+    for name, count in [*((name, record[name]) for name in COUNTER_NAMES), (HITS, record.get(HITS, 0))]:
+        fits = name in ("audited", "local_heads", "local_groups") or _is_count(count)
+        require(fits, f"{name} of {count}", "a count")
     audited = record["audited"]
     fits = audited is None or (audited.dtype, audited.shape) == (torch.float64, (AUDITED,))
     require(fits, f"audited of {audited}", f"float64 [{AUDITED}], or None")

@@ -11,11 +11,12 @@ from torch.nn import functional
 from ..key_moments.running import RunningMoments
 from ..sketch import Layout
 from ..sketch.coded import RecordLayout
-from .bulk import GROWTH, Bulk
+from .bulk import Bulk
 from .bulk_sketch import BulkSketch
 from .coded_bulk import CodedBulk
 from .padding import find_real_tokens
-from .residents import Residents
+from .placement import Placement
+from .row_tensors import GROWTH
 
 PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many
 ROOM_TOKENS = 1024  # recent tokens that have room from the start; more columns come as they are needed
@@ -39,12 +40,12 @@ class TokenStore:
         sinks: int,
         window: int,
         offloading: bool,
-        residents: Residents,
+        placement: Placement,
         layer: int,
         bulk_bits: int = 16,
     ) -> None:
         """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), and no moments
-        or sketch. `residents` and `layer` are as for `Bulk`, `bulk_bits` for `RecordLayout.from_bits`."""
+        or sketch. `placement` and `layer` are as for `Bulk`, `bulk_bits` for `RecordLayout.from_bits`."""
         self.sinks, self.window, self.offloading = sinks, window, offloading
         self.dtypes = keys.dtype, values.dtype
         batch, kv_heads = keys.shape[:2]
@@ -67,15 +68,15 @@ class TokenStore:
             # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
             self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
         self.record_layout = RecordLayout.from_bits(keys.shape[3], values.shape[3], bulk_bits)
-        self.bulk = self._make_bulk(residents, layer)
+        self.bulk = self._make_bulk(placement, layer)
         # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
         self.moments: RunningMoments | None = None
         self.update_moments = True  # False freezes them in `append`, so that only `absorb` adds to them
         self.selects = False  # whether tokens of the bulk are selected by its sketch
 
-    def _make_bulk(self, residents: Residents, layer: int) -> Bulk:
+    def _make_bulk(self, placement: Placement, layer: int) -> Bulk:
         make = Bulk if self.record_layout is None else partial(CodedBulk, layout=self.record_layout)
-        return make(self.near_keys, self.near_values, offloading=self.offloading, residents=residents, layer=layer)
+        return make(self.near_keys, self.near_values, offloading=self.offloading, placement=placement, layer=layer)
 
     @property
     def sketch(self) -> BulkSketch | None:
@@ -224,7 +225,7 @@ class TokenStore:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
         self.version += 1
         self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
-        old, self.bulk = self.bulk, self._make_bulk(self.bulk.residents.shared, self.bulk.residents.index)
+        old, self.bulk = self.bulk, self._make_bulk(self.bulk.placement, self.bulk.layer)
         self.bulk.take(old)
         for known in (self.moments, self.bulk.sketch):
             if known is not None:
@@ -297,7 +298,7 @@ class TokenStore:
             near[rows, :, gone : gone + missing] = new[:, :, :missing]
         if older > missing:
             flushed = keys[:, :, missing:older], values[:, :, missing:older]
-            if not exact and self.bulk.offloaded:  # their columns are written over while they go to the host
+            if not exact and self.bulk.offloading:  # their columns are written over while they go to the host
                 flushed = flushed[0].clone(), flushed[1].clone()
             self.bulk.append(rows, *flushed)
             if self.bulk.sketch is not None:

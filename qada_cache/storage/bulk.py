@@ -1,8 +1,6 @@
 """Storage of a layer's bulk, its older keys and values: preallocated, on the host when offloading."""
 
 import copy
-import math
-from collections import deque
 from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -13,29 +11,25 @@ from torch import Tensor
 from ..files.private_map import PrivateMap
 from ..sketch.coded import Records
 from . import transfers
-from .residents import ROOM, Head, LayerResidents, Residents
+from .placement import AUTO, Placement
 from .row_tensors import RowTensors
-from .transfers import AsyncCopy, HostCopy, double_buffer, fetch, find_reader, send, wait_event
+from .transfers import AsyncCopy, double_buffer, fetch, find_reader, has_own_memory, send, wait_event
 
 if TYPE_CHECKING:
     from .bulk_sketch import BulkSketch
 
-GRANULE = 256  # tokens; capacities are multiples of it
-GROWTH = 1.25  # a store has room for at most this multiple of its tokens when it moves; pinned blocks for more
-GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
-FLAG_COPIES = 8  # a host that runs further ahead of the device forgets the flags of older calls
 STREAM_TOKENS = 32768  # tokens of one head in a block that is streamed through the device
+Head = tuple[int, int]  # row, KV head
 Tokens = tuple[int, int] | Tensor  # first and end of a span, or an ascending index
 
 
 class Bulk(RowTensors):
     """Every key and value outside sinks and recent tokens, oldest first, row by row.
 
-    With `offloading` on an accelerator the storage is pinned host memory, and heads may be kept on the device as well
-    (`residents.py`). Otherwise it lies on the compute device, and reads are views.
+    With `offloading` on an accelerator the storage is pinned host memory, unless the device has room within the cache's
+    budget (`placement.py`). Otherwise it lies on the compute device, and reads are views.
     """
 
-    growth = GROWTH
     beside: tuple[Tensor, ...] = ()  # on the compute device, tokens that are not in `tensors`
     sketched_beside = 0  # of these, at most so many of a row that has a sketch
     reopened: Sequence[tuple[Any, ...]] = ()  # of each row, see `CodedBulk`
@@ -43,19 +37,18 @@ class Bulk(RowTensors):
     records: Records | None = None  # what rows with a sketch lie in, if not as keys and values
     _reader: Any = None  # stream of the last kernel that read it in place
 
-    def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, residents: Residents, layer: int) -> None:
-        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`). `residents`
-        are the cache's, `layer` is this one's index."""
-        self.device = keys.device
-        self.offloaded = offloading and self.device.type != "cpu"
-        self.residents = LayerResidents(residents, layer, keys.device, *keys.shape[:2])
+    def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, placement: Placement, layer: int) -> None:
+        """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`). `placement`
+        is the cache's, `layer` is this one's index."""
+        self.device, self.placement, self.layer = keys.device, placement, layer
+        self.offloading = offloading and has_own_memory(self.device)
+        # A budget that is told has room from the first flush on, a measured one once a prompt has been read.
+        self.offloaded = self.offloading and placement.budget in (0, AUTO)
+        self._settled = placement.budget != AUTO or not self.offloading
         self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))  # of one head, as given
-        self.flagged: list[Head] = []  # that the last adaptive call read
-        self.prefetched: dict[Head, AsyncCopy] = {}  # started before a call needs them
-        # Flags `[batch, kv_heads]` of kernels that read heads in place, not yet counted for residents.
-        self.flag_copies: deque[HostCopy] = deque(maxlen=FLAG_COPIES)
         self._written: Any = None  # event of the last copy to the host
         self._start(keys, values)
+        placement.bulks.add(self)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
         """Hold nothing yet."""
@@ -86,16 +79,20 @@ class Bulk(RowTensors):
         twin = memo[id(self)] = copy.copy(self)
         self.synchronize()
         twin.lengths, twin.stored = list(self.lengths), list(self.stored)
-        twin.unwritten, twin.flagged = list(self.unwritten), list(self.flagged)
-        twin.prefetched, twin.flag_copies = {}, deque(maxlen=FLAG_COPIES)
-        twin.residents, twin.source = copy.deepcopy(self.residents, memo), copy.deepcopy(self.source, memo)
+        twin.unwritten, twin.source = list(self.unwritten), copy.deepcopy(self.source, memo)
+        twin.placement = copy.deepcopy(self.placement, memo)
+        twin.placement.bulks.add(twin)
         twin.sketch, twin.beside = copy.deepcopy(self.sketch, memo), copy.deepcopy(self.beside, memo)
-        twin.tensors = ()
+        twin.tensors = tuple(old[:, :, :0] for old in self.tensors)
+        twin.offloaded = twin._is_to_leave(len(self.stored), self.capacity)
+        tensors: tuple[Tensor, ...] = ()
         for old in self.tensors:
-            new = self._allocate(old, self.capacity) if twin.source is None else twin.source.find_same(old)
+            new = twin._allocate(old, self.capacity) if twin.source is None else twin.source.find_same(old)
             for row, (same, length) in enumerate(zip(self.unwritten, self.stored, strict=True)):
-                new[row, :, same:length] = old[row, :, same:length]
-            twin.tensors += (new,)
+                for head in range(old.shape[1]):  # one at a time, as in `_copy_rows`
+                    new[row, head, same:length] = old[row, head, same:length]
+            tensors += (new,)
+        twin.tensors = tensors
         return twin
 
     def adopt(self, source: PrivateMap | None, *tensors: Tensor, lengths: list[int]) -> None:
@@ -124,7 +121,6 @@ class Bulk(RowTensors):
 
     def find_in_place(self) -> tuple[Tensor, Tensor]:
         """Keys and values where they lie, for a kernel that reads them there; it is made to wait for their copies."""
-        self.prefetched.clear()  # a kernel has no use for early copies
         if self._written is not None and not self._written.query():
             wait_event(self._written, self.device)
         self._reader = find_reader(self.device) if self.offloaded else None
@@ -133,8 +129,6 @@ class Bulk(RowTensors):
     def _set_lengths(self, lengths: list[int]) -> None:
         """`tensors` hold `lengths[r]` tokens of row `r` from now on."""
         self.stored = self.lengths = lengths
-        self.prefetched.clear()  # early copies hold another number of tokens
-        self.residents.bulk_bytes = int(self.stored_bytes * (1 + ROOM))
 
     def _wait_for_readers(self) -> None:
         """Before the host writes to the storage, or lets go of it: copies of it, and kernels that read it in place."""
@@ -142,24 +136,47 @@ class Bulk(RowTensors):
         if self.offloaded and self.capacity:
             torch.accelerator.synchronize(self.device)
 
-    def _rebuild(self, index: Sequence[int], capacity: int) -> None:
-        """Move to a new storage whose row `i` is the old row `index[i]`."""
+    def _rebuild(self, index: Sequence[int], capacity: int, *, offloaded: bool) -> None:
+        """Move to a new storage whose row `i` is the old row `index[i]`; to host memory, if the device has no room."""
         self._wait_for_readers()
-        lengths, moved = [self.stored[row] for row in index], []
-        for old in self.tensors:
-            new = self._allocate(old, capacity, batch=len(index))
-            for row, (source, length) in enumerate(zip(index, lengths, strict=True)):
-                new[row, :, :length] = old[source, :, :length]
-            moved.append(new)
-        self.adopt(None, *moved, lengths=lengths)
+        try:
+            moved = self._copy_rows(index, capacity, offloaded=offloaded)
+        except torch.OutOfMemoryError:
+            if offloaded or not self.offloading:
+                raise
+            offloaded = True
+            moved = self._copy_rows(index, capacity, offloaded=True)
+        self.offloaded = offloaded
+        self.adopt(None, *moved, lengths=[self.stored[row] for row in index])
+
+    def settle(self) -> None:
+        """Before a query-adaptive call, as a prompt's temporaries are gone: under a measured budget a bulk moves to the
+        device now, if there is room, or never."""
+        if self._settled or not any(self.stored):
+            return
+        self._settled, rows = True, len(self.stored)
+        capacity = self._find_capacity(max(self.stored), offloaded=False)
+        if self.placement.has_room(self, rows * capacity * self.row_token_bytes):
+            self._rebuild(range(rows), capacity, offloaded=False)
+
+    def leave_device(self) -> None:
+        """Move to host memory, for good."""
+        old = self.tensors
+        self._rebuild(range(len(self.stored)), self.capacity, offloaded=True)
+        for tensor in old:  # operands of the layer's last step still refer to them
+            if (storage := tensor.untyped_storage()).resizable():
+                storage.resize_(0)
 
     def take(self, other: "Bulk") -> None:
         """Take over another one's tokens for this device; the other is not to be used again."""
         other._wait_for_readers()
+        offloaded = self._is_to_leave(len(other.stored), other.capacity)
         self.adopt(None, *other.tensors, lengths=other.stored)
         self.sketch = other.sketch
-        if not (self.offloaded and other.offloaded):  # host memory serves every device
-            self._rebuild(range(len(self.stored)), self.capacity)
+        if offloaded and other.offloaded:  # host memory serves every device
+            self.offloaded = True
+        else:
+            self._rebuild(range(len(self.stored)), self.capacity, offloaded=offloaded)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row in `tensors`.
@@ -168,19 +185,11 @@ class Bulk(RowTensors):
         copies more than a few of them, records apart, which grow with each segment or two. Pinned blocks double in
         size, so layers leave theirs before it is full.
         """
-        share = self.residents.index * GOLDEN % 1.0
-        need = int(tokens * GROWTH**share) if self.offloaded else tokens
-        if need <= self.capacity:
+        if self._count_needed(tokens) <= self.capacity:
             return
-        if self.offloaded:
-            capacity = -(-(need + 1) // GRANULE) * GRANULE
-            sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in self.tensors]
-            room = min(transfers.count_pinned(capacity * size) // size for size in sizes)
-            capacity = room // GRANULE * GRANULE
-        else:
-            growths = math.ceil(math.log(tokens / GRANULE, self.growth) - share) + share
-            capacity = max(math.floor(self.growth**growths), -(-tokens // GRANULE)) * GRANULE
-        self._rebuild(range(len(self.stored)), capacity)
+        offloaded = self._is_to_leave(len(self.stored), self._find_capacity(tokens, offloaded=self.offloaded))
+        capacity = self._find_capacity(tokens, offloaded=offloaded)
+        self._rebuild(range(len(self.stored)), capacity, offloaded=offloaded)
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Add `keys` and `values` `[rows, kv_heads, tokens, dim]` to rows of equal length."""
@@ -209,7 +218,6 @@ class Bulk(RowTensors):
             for store, new in zip(self.tensors, added, strict=True):
                 store[rows, :, start:stop] = new
         self._set_lengths([*self.stored[: rows.start], *[stop] * len(self.stored[rows]), *self.stored[rows.stop :]])
-        self.residents.append(rows, *added)
 
     def fetch(self, head: Head, start: int, stop: int) -> AsyncCopy:
         """Start to copy tokens `start..stop` of one head of one row from the host to the device, as far as `tensors`
@@ -237,10 +245,6 @@ class Bulk(RowTensors):
     def choose_stored(self, row: int, index: Tensor) -> Tensor:
         """Of a row's tokens `index`, ascending, those in `tensors`."""
         return index
-
-    def find_resident(self, head: Head) -> AsyncCopy | None:
-        """What the device has of a head in `tensors`, if that is up to date."""
-        return self.residents.get(head, self.stored)
 
     def count_beside_bytes(self, row: int, *, coded: bool) -> int:
         """Bytes of one head of a token `beside`, as read by `decode`."""
@@ -275,7 +279,6 @@ class Bulk(RowTensors):
         """Forget the newest tokens: row `r` keeps its first `lengths[r]`. Those up to `held[r]` are to come back."""
         if lengths != self.stored:
             self._set_lengths(lengths)
-            self.residents.truncate(lengths)
 
     def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
@@ -294,7 +297,5 @@ class Bulk(RowTensors):
                     store[row, :, :length] = held[source] if source in held else store[source, :, :length]
             self._set_lengths(lengths)
         else:
-            self._rebuild(index, self.capacity if any(lengths) else 0)
-        self.residents.select_rows(index)
-        self.flagged = []
-        self.flag_copies.clear()
+            capacity = self.capacity if any(lengths) else 0
+            self._rebuild(index, capacity, offloaded=self._is_to_leave(len(index), capacity))

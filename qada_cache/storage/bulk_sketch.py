@@ -91,7 +91,7 @@ class BulkSketch:
         if length < MIN_TOKENS or length == known:
             return
         coded = bulk.stored[rows.start] if bulk.beside else 0
-        bulk.residents.shared.retry(partial(self._reserve, bulk.capacity + bulk.sketched_beside))
+        bulk.placement.retry(partial(self._reserve, bulk.capacity + bulk.sketched_beside), bulk.device)
         last = find_segment_start(length)
         # The open segment is coded again.
         first, older = (
@@ -159,7 +159,7 @@ class BulkSketch:
         """Take over a row's first segments, as `find_segment` gives them, while it has none; `append_from` does the
         rest."""
         tokens, own = len(segments) * SEGMENT_TOKENS, slice(row, row + 1)
-        bulk.residents.shared.retry(partial(self._reserve, bulk.capacity))
+        bulk.placement.retry(partial(self._reserve, bulk.capacity), bulk.device)
         kept = self.tensors.to_tensors()
         for index, segment in enumerate(segments):
             start = index * SEGMENT_TOKENS

@@ -1,13 +1,21 @@
 """Tensors that hold tokens row by row: where they lie, and what they take."""
 
+import math
+from collections.abc import Sequence
+from itertools import product
+
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from ..files.private_map import PrivateMap
 from . import transfers
+from .placement import Placement
 
 logger = logging.get_logger(__name__)
+GRANULE = 256  # tokens; capacities are multiples of it
+GROWTH = 1.25  # a store has room for at most this multiple of its tokens when it moves; pinned blocks for more
+GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 
 
 class RowTensors:
@@ -20,25 +28,75 @@ class RowTensors:
     lengths: list[int]  # tokens of each row: as many, or those that `CodedBulk` has beside them too
     source: PrivateMap | None  # the memory that copies share, or the file, under `keys` and `values`
     unwritten: list[int]  # leading tokens of each row that still lie in `source`, the same in every copy
+    growth = GROWTH
+    layer: int  # its index
     device: torch.device  # which computes
-    offloaded: bool
+    placement: Placement  # of the cache
+    offloading: bool  # whether they may lie in host memory that is not the device's
+    offloaded: bool  # whether they do, and stay there
 
-    def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> Tensor:
+    def _allocate(
+        self, like: Tensor, capacity: int, *, batch: int | None = None, offloaded: bool | None = None
+    ) -> Tensor:
+        """Uninitialised, in another place or for other rows than those of now, if that is said."""
+        offloaded = self.offloaded if offloaded is None else offloaded
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
-            if self.offloaded and self.device.type != "cpu" and capacity > 0:
+            if offloaded and self.device.type != "cpu" and capacity > 0:
                 try:
                     return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
                     logger.warning_once(
                         f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
                     )
-            return transfers.make_empty(shape, like.dtype, transfers.HOST if self.offloaded else self.device)
+            return transfers.make_empty(shape, like.dtype, transfers.HOST if offloaded else self.device)
+
+    def _copy_rows(self, index: Sequence[int], capacity: int, *, offloaded: bool) -> list[Tensor]:
+        """New `tensors`, whose row `i` is the old row `index[i]`. Heads are copied one by one: several would take the
+        device's memory on their way to the host."""
+        moved = []
+        for old in self.tensors:
+            new = self._allocate(old, capacity, batch=len(index), offloaded=offloaded)
+            for (row, source), head in product(enumerate(index), range(old.shape[1])):
+                new[row, head, : self.stored[source]] = old[source, head, : self.stored[source]]
+            moved.append(new)
+        return moved
+
+    @property
+    def _growth_share(self) -> float:
+        return self.layer * GOLDEN % 1.0
+
+    def _count_needed(self, tokens: int) -> int:
+        """Tokens that a row has to have room for, to hold so many where it lies."""
+        return int(tokens * GROWTH**self._growth_share) if self.offloaded else tokens
+
+    def _find_capacity(self, tokens: int, *, offloaded: bool) -> int:
+        """Tokens that a row gets room for, when it moves to hold so many."""
+        if offloaded:
+            capacity = -(-(int(tokens * GROWTH**self._growth_share) + 1) // GRANULE) * GRANULE
+            sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in self.tensors]
+            room = min(transfers.count_pinned(capacity * size) // size for size in sizes)
+            return room // GRANULE * GRANULE
+        share = self._growth_share
+        growths = math.ceil(math.log(tokens / GRANULE, self.growth) - share) + share
+        return max(math.floor(self.growth**growths), -(-tokens // GRANULE)) * GRANULE
+
+    def _is_to_leave(self, rows: int, capacity: int) -> bool:
+        """Whether it is to move to host memory, or to stay there, instead of taking room for so many tokens of so many
+        rows on the device."""
+        if self.offloaded or not self.offloading or not capacity:
+            return self.offloaded
+        return not self.placement.has_room(self, rows * capacity * self.row_token_bytes)
 
     @property
     def mappable(self) -> bool:
         """Whether its storage is plain host memory, perhaps a mapped file."""
-        return self.device.type == "cpu" and not self.offloaded
+        return self.device.type == "cpu" and not self.offloading
+
+    @property
+    def placed(self) -> bool:
+        """Whether it lies on the device within a budget, or will when it has tokens."""
+        return self.offloading and not self.offloaded
 
     @property
     def capacity(self) -> int:
@@ -51,14 +109,19 @@ class RowTensors:
         return sum(tensor.shape[3] * tensor.element_size() for tensor in self.tensors)
 
     @property
+    def row_token_bytes(self) -> int:
+        """Bytes of a token of all heads in `tensors`."""
+        return self.tensors[0].shape[1] * self.stored_token_bytes
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the tokens in `tensors`."""
-        return sum(self.stored) * self.tensors[0].shape[1] * self.stored_token_bytes
+        return sum(self.stored) * self.row_token_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Of these, bytes still in `source`."""
-        return sum(map(min, self.unwritten, self.stored)) * self.tensors[0].shape[1] * self.stored_token_bytes
+        return sum(map(min, self.unwritten, self.stored)) * self.row_token_bytes
 
     @property
     def nbytes(self) -> int:

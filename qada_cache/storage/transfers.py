@@ -27,6 +27,11 @@ HOST = torch.device("cpu")
 Name = TypeVar("Name")
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether a device's memory is not the host's."""
+    return device.type != "cpu"
+
+
 def make_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
     """As `torch.empty`, but large tensors on the CPU have mappings of their own, in huge pages where the system has
     them (Linux)."""
@@ -53,23 +58,10 @@ def _find_side_stream(device: torch.device, direction: str) -> Any:
 
 class AsyncCopy:
     """What a bulk stores of tokens of a head, `[1, 1, tokens, *]`, on the device, or on its way: to be read after
-    `wait`. They are the first tokens of `room`, if there is any."""
+    `wait`."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], event: Any = None, room: tuple[Tensor, ...] = ()) -> None:
-        self.tensors, self.room, self._event = tensors, room, event
-        self.nbytes = sum(tensor.nbytes for tensor in room or tensors)
-
-    def __deepcopy__(self, memo: dict) -> "AsyncCopy":
-        return AsyncCopy(tuple(tensor.clone() for tensor in self.wait()))  # else it would be a copy of older memory
-
-    @property
-    def tokens(self) -> int:
-        """How many it holds."""
-        return self.tensors[0].shape[2]
-
-    def is_ready(self) -> bool:
-        """Whether they are there, so that nothing would have to wait."""
-        return self._event is None or self._event.query()
+    def __init__(self, tensors: tuple[Tensor, ...], event: Any = None) -> None:
+        self.tensors, self._event = tensors, event
 
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors, for later computation on the device."""
@@ -101,18 +93,6 @@ def fetch(held: tuple[Tensor, ...], device: torch.device, *, after: Any = None) 
 def find_reader(device: torch.device) -> Any:
     """The stream that kernels read host memory on from now on; None where none does."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-class HostCopy:
-    """A small tensor on its way to the host."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.to("cpu", non_blocking=tensor.is_cuda)  # then to pinned memory
-        self._event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-
-    def read(self) -> Any:
-        """The content, as `Tensor.tolist`; None if it is not there yet."""
-        return self._tensor.tolist() if self._event is None or self._event.query() else None
 
 
 def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tuple[Name, tuple[Tensor, ...]]]:

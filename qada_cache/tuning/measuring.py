@@ -141,4 +141,4 @@ def count_bytes_read(stats: CacheStats, value_bytes: int) -> float:
     if not stats.dense_bulk_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
     sketch_bytes = stats.sketch_read_bytes * (8 * value_bytes / VALUE_BITS)  # the same bits in any dtype
-    return (stats.bulk_read_bytes + stats.resident_hit_bytes + sketch_bytes) / stats.dense_bulk_bytes
+    return (stats.bulk_read_bytes + sketch_bytes) / stats.dense_bulk_bytes

@@ -18,7 +18,7 @@ from qada_cache.sketch.codec import estimate_scores
 from qada_cache.sketch.selection import select_tokens
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.bulk_sketch import BulkSketch
-from qada_cache.storage.residents import Residents
+from qada_cache.storage.placement import Placement
 
 SOFTCAP = 3.0
 
@@ -59,7 +59,7 @@ def test_selection() -> None:
     """Tokens by their capped weight, and the line that values follow by scores that are not capped."""
     made = torch.Generator().manual_seed(2)
     keys, values = torch.randn(1, 1, 1100, 16, generator=made), torch.randn(1, 1, 1100, 16, generator=made)
-    bulk = Bulk(keys[:, :, :0], values[:, :, :0], offloading=False, residents=Residents(0), layer=0)
+    bulk = Bulk(keys[:, :, :0], values[:, :, :0], offloading=False, placement=Placement(0), layer=0)
     bulk.append(slice(0, 1), keys, values)
     sketch = BulkSketch(keys, values, Layout.from_bits(16, 4.0), None)
     sketch.append_from(bulk, slice(0, 1))

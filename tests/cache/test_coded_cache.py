@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,7 +149,7 @@ def test_rows_of_unlike_lengths() -> None:
 @pytest.mark.parametrize("budget", [0, 1.0])
 @pytest.mark.parametrize("options", [DENSE, SELECTING], ids=["dense", "selecting"])
 def test_offloaded(options: dict[str, Any], budget: float) -> None:
-    """Records are what is copied, and what stays; outputs are those of a bulk that is read in place."""
+    """Records are what is copied, unless they are placed; outputs are those of a bulk that is read in place."""
     model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
     given = ids[:, PROMPT:]
     wanted = follow(model, filled(model, ids[:, :PROMPT], bulk_bits=8, kernels="torch", **options), given)
@@ -158,32 +157,10 @@ def test_offloaded(options: dict[str, Any], budget: float) -> None:
         cache = filled(model, ids[:, :PROMPT], bulk_bits=8, device_budget=budget, **options)
         found = follow(model, cache, given)
         stats = cache.stats()
-        assert copies.bytes > 0
-        if options is DENSE:
-            heads = 2 * 2 * 1536 * 16
-            assert copies.bytes == heads * (1 if budget else TOKENS)
-            assert stats.resident_hit_bytes == (heads * (TOKENS - 1) if budget else 0)
-            assert stats.resident_bytes == (heads if budget else 0)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_residents_follow_a_segment_that_closes() -> None:
-    model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
-    given = ids[:, PROMPT:]
-    wanted = follow(model, filled(model, ids[:, :PROMPT], bulk_bits=8, kernels="torch", **DENSE), given)
-    with accelerator():
-        cache = filled(model, ids[:, :PROMPT], bulk_bits=8, device_budget=1.0, **DENSE)
-        found = follow(model, cache, given)
-        assert cache.layers[0].store.bulk.stored == [1536]
-        with torch.no_grad():
-            model(prompt(600, seed=8)[0], **pass_cache(cache))
-        bulk = cache.layers[0].store.bulk
-        assert bulk.stored == [2048]
-        assert bulk.find_resident((0, 0)).tokens == 2048
-        bulk.synchronize()
-        assert torch.equal(bulk.find_resident((0, 0)).wait()[0], bulk.tensors[0][:1, :1, :2048])
-        cache.crop(-1000)
-        assert bulk.find_resident((0, 0)).tokens == bulk.stored[0] == 1024
+        assert (copies.bytes == 0) == bool(budget)
+        assert stats.device_layers == (2 if budget else 0)
+        if options is DENSE and not budget:
+            assert copies.bytes == 2 * 2 * 1536 * 16 * TOKENS
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -327,29 +304,6 @@ def test_a_fork_for_tritons_kernel_answers_like_torch(options: dict[str, Any]) -
     ours, theirs = found.stats(), coded.stats()
     assert 0 < ours.bulk_read_bytes == pytest.approx(theirs.bulk_read_bytes, rel=0.01)
     assert ours.sketch_read_bytes == theirs.sketch_read_bytes > 0
-
-
-@pytest.mark.skipif(not choice._is_installed(), reason="needs triton")
-def test_tritons_kernel_reads_resident_records() -> None:
-    """Which have arrived, as calls by torch wait for them."""
-    model, ids = tiny(num_hidden_layers=1), prompt(1203)[0]
-    told = {"kernels": "torch", **DENSE}
-    wanted, plain = (
-        follow(model, filled(model, ids[:, :1200], bulk_bits=bits, **told), ids[:, 1200:]) for bits in (8, 16)
-    )
-    with accelerator():
-        cache = filled(model, ids[:, :1200], bulk_bits=8, device_budget=1.0, **told)
-        found, before = [follow(model, cache, ids[:, 1200:1202])], cache.stats()
-        shared = cache.layers[0].shared
-        shared.options = replace(shared.options, kernels="triton")
-        cache.layers[0].store.bulk.tensors[0].fill_(255)  # nan, as a scale
-        found.append(follow(model, cache, ids[:, 1202:]))
-        after = cache.stats()
-    assert float((found[1] - wanted[:, 2:]).norm()) < 0.01 * float((plain - wanted)[:, 2:].norm())
-    bulk = cache.layers[0].store.bulk
-    recorded, length = bulk.stored[0], bulk.lengths[0]
-    assert after.resident_hit_bytes - before.resident_hit_bytes == 2 * recorded * bulk.layout.size > 0
-    assert after.bulk_read_bytes - before.bulk_read_bytes == 2 * (length - recorded) * bulk.layout.size > 0
 
 
 def test_heads_without_records_keep_16_bits() -> None:

@@ -15,9 +15,11 @@ import torch
 from graphed import decode, make
 from models import prompt, tiny
 from recorded_graph import RecordedGraph
+from stand_in import accelerator
 from uses import Use, copied_and_saved, cropped, one_shot, padded, rows, used_again
 
 from qada_cache import QAdACache, restore_attention, storage
+from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.decode_graph.step import Places, Step
 from qada_cache.versions import pass_cache
 
@@ -162,6 +164,33 @@ def test_weights_that_moved_are_read_where_they_are(device: str) -> None:
         weight.data = weight.data * 1.01
     assert torch.allclose(decode(model, cache, 8, start=6), decode(model, plain, 8, start=6), atol=1e-5)
     assert RecordedGraph.replays > before
+
+
+@pytest.mark.parametrize("budget", [0.5, 1.0])
+@torch.inference_mode()
+def test_layers_within_a_budget_are_replayed(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after one has left the device as its memory ran out, which computed steps alone notice by themselves."""
+    monkeypatch.setattr(storage, "PENDING_TOKENS", 9)
+    monkeypatch.setattr(RecordedGraph, "replays", 0)
+    monkeypatch.setitem(GRAPHS, "cpu", RecordedGraph)
+    model = tiny()
+    expected = decode(model, make(model, token_threshold=0.0, cuda_graph=False, kernels="triton"), 14)
+    with accelerator() as copies:
+        copies.eager = True
+        cache = make(model, token_threshold=0.0, cuda_graph=True, device_budget=budget, kernels="triton")
+        found = [decode(model, cache, 6)]
+        before, placed = RecordedGraph.replays, cache.stats().device_layers
+        tries = iter([torch.OutOfMemoryError("no room"), None])
+
+        def work() -> None:
+            if (error := next(tries)) is not None:
+                raise error
+
+        cache._shared.placement.retry(work, torch.device("cpu"))
+        found.append(decode(model, cache, 8, start=6))
+    assert (placed, cache.stats().device_layers) == (2 * budget, 2 * budget - 1)
+    assert 0 < before < RecordedGraph.replays
+    assert torch.equal(torch.cat(found), expected)
 
 
 @torch.inference_mode()

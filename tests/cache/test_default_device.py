@@ -61,7 +61,7 @@ def decoding(given: Given, **options: Any) -> Found:
         output = generate(given.model, ids, cache, attention_mask=mask, tokens=TOKENS)
         stats = cache.stats()
         found.extend((logits_of(output), output.sequences, stats.local_share, stats.kv_local_share))
-        found.extend((stats.bulk_read_bytes, stats.sketch_read_bytes, stats.resident_hit_bytes))
+        found.extend((stats.bulk_read_bytes, stats.sketch_read_bytes, stats.device_layers))
         found.extend((stats.device_bytes, stats.host_bytes, *([] if stats.audit is None else astuple(stats.audit))))
         return output.sequences
 

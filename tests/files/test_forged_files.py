@@ -269,3 +269,18 @@ def test_options_that_are_none_of_this_file(name: str, saved: Path) -> None:
         tensor_file.write(saved, KIND, tensors, state)
         with pytest.raises(ValueError, match=f"{saved.name} cannot be loaded: "):
             QAdACache.load(saved, tiny())
+
+
+def test_files_of_before_have_more_bytes_that_were_read(saved: Path) -> None:
+    """Of copies of heads on the device, which were counted apart."""
+    tensors, state = tensor_file.read(saved, KIND)
+    read = QAdACache.load(saved, tiny()).stats().bulk_read_bytes
+    for count in (10**6, -1):
+        for layer in state["layers"]:
+            layer["dict"] = [*(pair for pair in layer["dict"] if pair[0] != "resident_hit_bytes")]
+            layer["dict"].append(["resident_hit_bytes", count])
+        tensor_file.write(saved, KIND, tensors, state)
+        if count > 0:
+            assert QAdACache.load(saved, tiny()).stats().bulk_read_bytes == read + count * len(state["layers"])
+    with pytest.raises(ValueError, match="resident_hit_bytes of -1, which should be a count"):
+        QAdACache.load(saved, tiny())

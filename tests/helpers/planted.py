@@ -1,6 +1,5 @@
 """The reference in the place of Triton's decode kernel, wrong in one thing."""
 
-import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +30,7 @@ def plant(
         kwargs = flat(*call)
         if seen is not None:
             seen.append(kwargs)
-        found = decode_reference.decode_step(*step_of(**put_back(change(dict(kwargs)))))
+        found = decode_reference.decode_step(*step_of(**change(dict(kwargs))))
         return found if after is None else after(*found)
 
     monkeypatch.setattr("qada_cache.kernels.triton.fused_decode", kernel)
@@ -42,24 +41,6 @@ def flat(query: Query, rows: Rows, layer: Operands) -> dict[str, Any]:
     kwargs = {"query": query.states} | {name: getattr(query, name) for name in decode_scene.QUERY}
     kwargs |= {name: getattr(rows, name) for name in ROWS} | vars(layer)
     return {name: part for name, part in kwargs.items() if part is not None and name != "binding"}
-
-
-def put_back(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Heads that lie elsewhere where the reference looks for them."""
-    resident_pointers, _ = kwargs.pop("resident_pointers", None), kwargs.pop("resident_hit_bytes", None)
-    if resident_pointers is None:
-        return kwargs
-    if records := kwargs.get("records"):
-        held = [records.tensor.clone()]
-        kwargs["records"] = replace(records, tensor=held[0])
-    else:
-        held = [kwargs[name].clone() for name in ("bulk_keys", "bulk_values")]
-        kwargs |= dict(zip(("bulk_keys", "bulk_values"), held, strict=True))
-    for part, buffer in enumerate(held):
-        for row, head in resident_pointers[:, :, part].nonzero().tolist():
-            target = buffer[row, head]
-            ctypes.memmove(target.data_ptr(), int(resident_pointers[row, head, part]), target.nbytes)
-    return kwargs
 
 
 def changed(**changes: Callable[[Any], Any]) -> Changed:
@@ -104,7 +85,6 @@ WRONG: dict[str, tuple[Changed, str]] = {
     "all read": (changed(logit_threshold=lambda _: math.inf), "decisions"),
     "none reads": (changed(logit_threshold=lambda _: -math.inf), "decisions"),
     "another's mass": (changed(log_bulk=lambda masses: masses.flip(1)), "decisions"),
-    "not where heads lie": (changed(resident_pointers=torch.zeros_like), "off by nan"),
     "keys for values": (lambda kwargs: kwargs | {"bulk_values": kwargs["bulk_keys"]}, "off by"),
     "bytes not counted": (
         lambda kwargs: kwargs | {"bulk_read_bytes": torch.zeros_like(kwargs["bulk_read_bytes"])},

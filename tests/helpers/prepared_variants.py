@@ -5,13 +5,11 @@ before, and for one that is there and was not. Nothing is compiled or computed h
 Exits with an error if any in use was not among those of `prepare`, and prints how many there were.
 """
 
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from models import prompt, tiny
-from stand_in import accelerator
 
 from eval.shared.compiling import KERNELS, specialize
 from qada_cache import QAdACache, StaticHeads, prepare
@@ -23,8 +21,7 @@ SCENES: dict[str, dict[str, Any]] = {
     "default": {"moments": "current+random-tokens"},
     "current": {"moments": "current", "group_rule": "head"},
     "whole heads": {"moments": "current", "token_threshold": 0.0, "local_tokens": 1200},
-    "residents": {"moments": "current", "device_budget": 0.5},
-    "8 bits": {"moments": "current", "bulk_bits": 8, "device_budget": 0.5},
+    "8 bits": {"moments": "current", "bulk_bits": 8},
     "4 bits, whole heads": {"moments": "current", "token_threshold": 0.0, "bulk_bits": 4},
     "static": {"criterion": StaticHeads(torch.tensor([[True, False]]))},
     "audited": {"moments": "current", "audit_every": 3},
@@ -72,8 +69,7 @@ def main() -> None:
     choice.explain_unsupported = lambda *_: None
     model = tiny(num_hidden_layers=1, head_dim=16, max_position_embeddings=2**14)
     for name, options in SCENES.items():
-        elsewhere = accelerator() if "device_budget" in options else nullcontext()
-        with elsewhere, mock.patch.object(decode_trial, "find_decode_fault", return_value=None):
+        with mock.patch.object(decode_trial, "find_decode_fault", return_value=None):
             options = {"kernels": "auto", **options}
             seen.clear()
             prepare(model, **options)

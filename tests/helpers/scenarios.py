@@ -15,7 +15,7 @@ from pair import Pair
 from torch import Tensor
 
 from qada_cache import storage
-from qada_cache.storage import bulk
+from qada_cache.storage import row_tensors
 
 Scenario = Callable[[Pair, Inputs], None]
 
@@ -24,7 +24,7 @@ Scenario = Callable[[Pair, Inputs], None]
 def small_buffers() -> Iterator[None]:
     """Pending tokens of one window, room for 4 recent tokens at first and a bulk that grows in steps of 8, so
     that short runs fill them often."""
-    sizes = (storage, "PENDING_TOKENS", 0), (storage, "ROOM_TOKENS", 4), (bulk, "GRANULE", 8)
+    sizes = (storage, "PENDING_TOKENS", 0), (storage, "ROOM_TOKENS", 4), (row_tensors, "GRANULE", 8)
     with ExitStack() as stack:
         for place, name, tokens in sizes:
             stack.enter_context(mock.patch.object(place, name, tokens))

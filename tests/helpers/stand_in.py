@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from qada_cache.storage import bulk, transfers
-from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.transfers import AsyncCopy
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -133,12 +132,7 @@ class Copies:
 @contextmanager
 def accelerator(device: str = "cpu") -> Iterator[Copies]:
     """Offloads on the CPU as on an accelerator; on another device everything is real, and only counted."""
-    copies, initialise = Copies(), Bulk.__init__
-
-    def offloaded(store: Bulk, *args: Any, offloading: bool, **kwargs: Any) -> None:
-        initialise(store, *args, offloading=offloading, **kwargs)
-        store.offloaded = offloading
-
+    copies = Copies()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(bulk, "fetch", copies.fetch))
         # The kernels that decode a token read a bulk where it lies.
@@ -146,6 +140,6 @@ def accelerator(device: str = "cpu") -> Iterator[Copies]:
         if device == "cpu":
             stack.enter_context(mock.patch.object(bulk, "send", copies.send))
             stack.enter_context(mock.patch.object(bulk, "wait_event", lambda event, device: event.synchronize()))
-            stack.enter_context(mock.patch.object(Bulk, "__init__", offloaded))
+            stack.enter_context(mock.patch.object(bulk, "has_own_memory", return_value=True))
             stack.enter_context(mock.patch.object(torch.accelerator, "synchronize"))
         yield copies

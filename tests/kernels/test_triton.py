@@ -213,35 +213,6 @@ def test_rows_do_not_matter(path: Path, bits: int) -> None:
         assert torch.equal(alone[1][0], whole[1][row])
 
 
-@pytest.mark.parametrize("path", [KERNEL, GPU])
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 4), (torch.float16, 0), (torch.bfloat16, 4)])
-def test_heads_that_lie_elsewhere(path: Path, dtype: torch.dtype, bits: int) -> None:
-    """Every other head lies outside the buffers, which hold nan instead; its bytes are counted apart."""
-    scene = Scene(bulk=[(111, 9), (63, 0), (1, 1)], dtype=dtype, value_dim=24, bits=bits)
-    function, device = path
-    threshold = scene.threshold()
-    expected = scene.flags(threshold=threshold)
-    told, selected = asked_for(scene, device, expected)
-    needed, resident_hit_bytes, elsewhere = scene.forget_unneeded(expected, selected), 0, []
-    resident_pointers = torch.zeros(scene.batch, scene.kv_heads, 2, dtype=torch.int64)
-    for row, head in [(0, 1), (1, 0), (2, 1)]:
-        for part, buffer in enumerate(scene.stored):
-            elsewhere.append(buffer[row, head].clone().to(device))
-            buffer[row, head] = torch.nan
-            resident_pointers[row, head, part] = elsewhere[-1].data_ptr()
-            read = selected.get((row, head), slice(0, scene.counts[row]))
-            resident_hit_bytes += elsewhere[-1][: scene.counts[row]][read].nbytes * int(expected[row, head].any())
-    assert 0 < resident_hit_bytes < needed
-    counted = torch.zeros((), dtype=torch.int64, device=device)
-    arguments = scene.arguments(device) | scene.decision_arguments(device, threshold=threshold) | told
-    out, flags = function(
-        *step_of(**arguments, resident_pointers=resident_pointers.to(device), resident_hit_bytes=counted)
-    )
-    assert torch.equal(flags.cpu(), expected)
-    scene.check(out.cpu(), expected, selected)
-    assert (int(arguments["bulk_read_bytes"]), int(counted)) == (needed - resident_hit_bytes, resident_hit_bytes)
-
-
 # -- what only a GPU can show -------------------------------------------------------------------------------------
 
 

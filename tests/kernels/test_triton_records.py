@@ -8,7 +8,7 @@ import pytest
 import torch
 from decode_scene import step_of
 from quick_cases import mark_rest_slow
-from record_scene import NOTHING, RecordScene
+from record_scene import RecordScene
 from small_sketch import small_sketch
 from stand_in import without_waiting
 from test_records import run
@@ -127,29 +127,6 @@ def test_splits_do_not_matter(path: Path, splits: tuple[int, int], monkeypatch: 
         monkeypatch.setattr(triton_decode, of, splits[1])
     scene = RecordScene(bulk=BULK, bits=2, dtype=torch.float16)
     run(path, scene, token_threshold=scene.token_threshold())
-
-
-@EVERY
-def test_records_that_lie_elsewhere(path: Path) -> None:
-    """A head's records lie outside of their tensor; these bytes are counted apart. Its open segment does not."""
-    scene, (function, device) = RecordScene(bulk=[(777, 9), (39, 0)], bits=2, dtype=torch.bfloat16), path
-    flags, threshold = scene.flags(criterion="dense"), scene.token_threshold()
-    selected = scene.selected(flags, threshold)
-    needed = scene.forget_unneeded(flags, selected)
-    moved = scene.records[0, 1].clone().to(device)
-    scene.records[0, 1] = NOTHING
-    pointers = torch.zeros(scene.batch, scene.kv_heads, 2, dtype=torch.int64)
-    pointers[0, 1, 0] = moved.data_ptr()
-    counted = torch.zeros((), dtype=torch.int64, device=device)
-    arguments = scene.arguments(device) | scene.decision_arguments(device, criterion="dense")
-    arguments |= scene.sketch_arguments(device, threshold) | scene.record_arguments(device)
-    arguments |= {"resident_pointers": pointers.to(device), "resident_hit_bytes": counted}
-    out, found = function(*step_of(**arguments))
-    assert torch.equal(found.cpu(), flags)
-    scene.check(out.cpu(), flags, selected)
-    hit = int(selected[0, 1][: scene.closed[0]].sum()) * scene.layout.size
-    assert (int(arguments["bulk_read_bytes"]), int(counted)) == (needed - hit, hit)
-    assert 0 < hit < needed
 
 
 @EVERY

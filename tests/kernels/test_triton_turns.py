@@ -19,7 +19,7 @@ from small_sketch import small_sketch
 from qada_cache import QAdACache, sketch
 from qada_cache.kernels import decode_reference
 from qada_cache.kernels.operands import Operands, Query, Rows
-from qada_cache.storage import bulk
+from qada_cache.storage import row_tensors
 from qada_cache.versions import pass_cache
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, in segments, and are split."""
     for name, value in {"SPLIT_TOKENS": 64, "SELECTED_TOKENS": 64, "SCAN_TOKENS": 32, "SCAN_RUN": 4}.items():
         monkeypatch.setattr(triton_decode, name, value)
-    with small_sketch(40, 64), mock.patch.object(bulk, "GRANULE", 8):
+    with small_sketch(40, 64), mock.patch.object(row_tensors, "GRANULE", 8):
         yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from qada_cache.kernels import coding
 from qada_cache.sketch import find_segment_start
 from qada_cache.storage import TokenStore
-from qada_cache.storage.residents import Residents
+from qada_cache.storage.placement import Placement
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import launching
@@ -50,7 +50,7 @@ def make_tokens(count: int) -> tuple[Tensor, Tensor]:
 
 def make_store(keys: Tensor, values: Tensor, bulk_bits: int, *, offloading: bool = False) -> TokenStore:
     sizes = {"sinks": SINKS, "window": WINDOW, "bulk_bits": bulk_bits}
-    store = TokenStore(keys, values, offloading=offloading, residents=Residents(0), layer=0, **sizes)
+    store = TokenStore(keys, values, offloading=offloading, placement=Placement(0), layer=0, **sizes)
     store.keep_moments(track=True, update=True)
     store.keep_sketch(2, torch.arange(1.0, 1 + HEADS * DIM).view(HEADS, DIM), select=True)
     return store

@@ -15,7 +15,7 @@ from scenarios import SCENARIOS, play
 from stand_in import DEVICES, Copies
 
 from qada_cache.storage.bulk import Bulk
-from qada_cache.storage.residents import Residents
+from qada_cache.storage.placement import Placement
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -100,7 +100,7 @@ def test_a_bulk_on_the_device_moves_along() -> None:
 def test_rows_change_in_place(index: list[int]) -> None:
     """As many rows as before: in the same memory, whichever of them are read and written to."""
     like = torch.empty(3, 2, 0, 4)
-    store = Bulk(like, like, offloading=False, residents=Residents(0), layer=0)
+    store = Bulk(like, like, offloading=False, placement=Placement(0), layer=0)
     lengths = [5, 9, 2]
     rows = [torch.randn(2, 1, 2, length, 4) for length in lengths]
     for row, (keys, values) in enumerate(rows):

@@ -11,7 +11,7 @@ from host_memory import taken
 from qada_cache.files import private_map
 from qada_cache.storage import transfers
 from qada_cache.storage.bulk import Bulk
-from qada_cache.storage.residents import Residents
+from qada_cache.storage.placement import Placement
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -68,7 +68,7 @@ def test_a_bulk_that_grows_leaves_no_memory_behind() -> None:
     """Else malloc keeps what it moved out of: as much again, once layers have grown."""
     torch.empty(1 << 25, dtype=torch.uint8).fill_(1)  # freed, it makes malloc keep all that is smaller
     like, keys = torch.empty(1, 8, 0, 64), torch.ones(1, 8, 1200, 64)
-    stores = [Bulk(like, like, offloading=True, residents=Residents(0), layer=0) for _ in range(24)]
+    stores = [Bulk(like, like, offloading=True, placement=Placement(0), layer=0) for _ in range(24)]
     held = []
     for _ in range(2):
         for store in stores:

@@ -20,10 +20,10 @@ from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
 from qada_cache.serving.conversations import Conversation, Conversations, Limits
-from qada_cache.storage import bulk, transfers
+from qada_cache.storage import bulk, row_tensors, transfers
 from qada_cache.storage.bulk import Bulk
+from qada_cache.storage.placement import Placement
 from qada_cache.storage.reading import read_parts
-from qada_cache.storage.residents import Residents
 
 
 def test_first_fill_does_not_wait() -> None:
@@ -121,11 +121,11 @@ def test_memory_that_cannot_be_pinned(caplog: pytest.LogCaptureFixture) -> None:
     warning_once.cache_clear()
     like = torch.empty(1, 2, 0, 4, device="meta")
     with mock.patch.object(torch, "empty", unpinnable), caplog.at_level(logging.WARNING):
-        store = Bulk(like, like, offloading=True, residents=Residents(0), layer=0)
+        store = Bulk(like, like, offloading=True, placement=Placement(0), layer=0)
         with mock.patch.object(torch.accelerator, "synchronize"):
             store.reserve(10)
     assert store.keys.device.type == "cpu"
-    assert store.capacity == bulk.GRANULE
+    assert store.capacity == row_tensors.GRANULE
     assert caplog.text.count("memory that is not pinned, so that copies of it wait: no memory") == 1
 
 
@@ -146,7 +146,7 @@ def test_layers_grow_one_after_the_other(pinned: bool, tokens: int, chunk: int, 
     like, rows = torch.empty(1, 1, 0, 1, dtype=torch.uint8), slice(0, 1)
     with accelerator() as copies:
         copies.eager = True
-        stores = [Bulk(like, like, offloading=pinned, residents=Residents(0), layer=layer) for layer in range(32)]
+        stores = [Bulk(like, like, offloading=pinned, placement=Placement(0), layer=layer) for layer in range(32)]
 
         def append(tokens: int) -> int:
             """How many layers were moved."""
@@ -224,12 +224,12 @@ def test_pinned_blocks_are_filled(dims: tuple[int, int], fills: int, monkeypatch
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
     likes = [empty(2, 8, 0, dim, device="meta", dtype=torch.float16) for dim in dims]
     for layer in range(6):
-        store = Bulk(*likes, offloading=True, residents=Residents(0), layer=layer)
+        store = Bulk(*likes, offloading=True, placement=Placement(0), layer=layer)
         asked.clear()
         store.reserve(4096 - 128)  # a prompt of 4,096 tokens
         least, most = (
             [bulk.transfers.count_pinned(int(2 * 8 * (4096 - 127) * dim * 2 * more)) for dim in dims]
-            for more in (1, bulk.GROWTH if layer else 1)
+            for more in (1, row_tensors.GROWTH if layer else 1)
         )
         for size, low, high in zip(asked, least, most, strict=True):
             assert low <= bulk.transfers.count_pinned(size) <= high
@@ -237,7 +237,7 @@ def test_pinned_blocks_are_filled(dims: tuple[int, int], fills: int, monkeypatch
             before, moves = store.capacity, len(asked)
             store.reserve(tokens)
             assert store.capacity >= tokens
-            assert len(asked) == moves or tokens * (bulk.GROWTH if layer else 1) > before
+            assert len(asked) == moves or tokens * (row_tensors.GROWTH if layer else 1) > before
         # Blocks of keys are of 4,096 tokens, twice and four times as many; others' of eight times as many at last.
         assert len(asked) in ([2 * fills] if layer == 0 else [2 * (fills - 1), 2 * fills, 2 * (fills + 1)])
 

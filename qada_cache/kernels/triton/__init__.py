@@ -131,7 +131,7 @@ def _find_estimate_sizes(queries: int) -> dict[str, int]:
 def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.decode_step`, for the calls that `choice.explain_unsupported` admits.
 
-    Everything but the bulk buffers, and heads that lie elsewhere, lies on the query's device. The last dimension of the
+    Everything but the bulk buffers lies on the query's device. The last dimension of the
     buffers is contiguous. Each row of the layer may be that of several queries side by side, as in `turn.py`. Nothing
     waits for the device. A captured graph can be replayed as long as the tensors stay where they are, so until the bulk
     grows; lengths, masks and `log_bulk` may be written to in place.
@@ -234,19 +234,18 @@ class _Bound:
         of_rows: _OfRows = rows.derived
         lengths, s_length, s_mass = rows.bulk_lengths, of_rows.strides[2], _find_stride(log_bulk, states.shape[0])
         sketch, records = layer.sketch if self._sketched else None, layer.records
-        resident = layer.resident_pointers, layer.resident_hit_bytes
         coding = NO_CODING if sketch is None else find_coding(sketch)
         marks, s_marks = layer.marks, None if layer.marks is None else layer.marks.stride(1)
-        # What may differ between steps of what Triton compiles for: strides of 1, residents, marks, multiples of 16.
+        # What may differ between steps of what Triton compiles for: strides of 1, marks, multiples of 16.
         aligned = states.data_ptr() % 16 == 0, log_bulk.data_ptr() % 16 == 0
-        variant = of_rows.variant, resident[0] is None, marks is None, aligned
+        variant = of_rows.variant, marks is None, aligned
         with torch.cuda.device_of(states):  # Triton launches on the current device
             self._local.launch(
                 local_kernel, (*self._grid, self._near_programs), variant,
                 states, layer.near_keys, layer.near_values, *of_rows.tensors, log_bulk, parts, lse, flags, out, done,
                 None if sketch is not None else layer.bulk_read_bytes,
-                None if sketch is None else layer.sketch_read_bytes, *resident, tokens, prepared, along, turned,
-                self._errors, *coding, None if records is None else records.weights, marks,
+                None if sketch is None else layer.sketch_read_bytes, tokens, prepared, along, turned, self._errors,
+                *coding, None if records is None else records.weights, marks,
                 *self._near_strides, *of_rows.strides, s_mass, s_marks, rows.columns, self._turn, *self._numbers,
             )  # fmt: skip
             if sketch is not None:
@@ -259,7 +258,7 @@ class _Bound:
                 self._selected.launch(
                     selected_kernel, (self._splits, *self._grid), variant,
                     states, turned, *of_codes, layer.bulk_keys, layer.bulk_values,
-                    *((None, None) if records is None else (records.tensor, records.open)), lengths, *resident,
+                    *((None, None) if records is None else (records.tensor, records.open)), lengths,
                     layer.bulk_read_bytes, tokens, flags, shared("estimates"), shared("sums"), shared("index"), parts,
                     lse, shared("unread"),
                     sketch.mean_value, along, out, done, marks,
@@ -269,8 +268,8 @@ class _Bound:
             elif self._splits:
                 self._bulk.launch(
                     bulk_kernel, (self._splits, *self._grid), variant,
-                    states, layer.bulk_keys, layer.bulk_values, layer.resident_pointers, lengths, flags, parts, lse,
-                    out, done, *self._bulk_strides, s_length, self._turn, self._scaling,
+                    states, layer.bulk_keys, layer.bulk_values, lengths, flags, parts, lse, out, done,
+                    *self._bulk_strides, s_length, self._turn, self._scaling,
                 )  # fmt: skip
         return out, flags
 

@@ -77,14 +77,6 @@ def store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, i_part, parts, G: t
 
 
 @triton.jit
-def resolve_pointer(p_own, place):
-    """`p_own`, or the address `place` if it is not 0: a resident's."""
-    if place != 0:
-        p_own = tl.multiple_of(place.to(p_own.dtype), 16)  # as every allocation
-    return p_own
-
-
-@triton.jit
 def load_query(p_query, i_group, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """A group's queries [BLOCK_G, BLOCK_D]. Kernels ask for all that they are sure to need before they look at any."""
     o_head, o_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)

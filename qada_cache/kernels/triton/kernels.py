@@ -19,7 +19,6 @@ from .blocks import (
     find_unreliable,
     load_query,
     load_tokens,
-    resolve_pointer,
     store_part,
     unite,
 )
@@ -38,8 +37,8 @@ INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are dec
 )
 def local_kernel(
     p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags, p_out,
-    p_done, p_bulk_read_bytes, p_sketch_read_bytes, p_resident_pointers, p_resident_hit_bytes, p_tokens, p_prepared,
-    p_along, p_turned, p_errors, p_noise, p_variances, p_centres, p_order, p_weights, p_slopes, p_slope_units,
+    p_done, p_bulk_read_bytes, p_sketch_read_bytes, p_tokens, p_prepared, p_along, p_turned,
+    p_errors, p_noise, p_variances, p_centres, p_order, p_weights, p_slopes, p_slope_units,
     p_record_weights, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_pending, s_length, s_decided, s_log_bulk, s_marks, columns, turn, parts, scaling, logit_threshold,
@@ -132,9 +131,6 @@ def local_kernel(
         b_late = tl.where(b_flags, b_late, float("-inf"))
         b_max, b_sum, b_out = unite(b_max, b_sum, b_out, b_late, b_late_sum, b_late_out)
         if p_bulk_read_bytes is not None:
-            if p_resident_pointers is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
-                if tl.load(p_resident_pointers + 2 * i_group) != 0:
-                    p_bulk_read_bytes = p_resident_hit_bytes
             tl.atomic_add(p_bulk_read_bytes, length * TOKEN_BYTES, sem="relaxed")
         if p_marks is not None and p_tokens is None:
             tl.store(p_marks + i_held * s_marks + 1, length * TOKEN_BYTES)
@@ -167,7 +163,7 @@ def local_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["turn"])
 def bulk_kernel(
-    p_query, p_keys, p_values, p_resident_pointers, p_lengths, p_flags, p_parts, p_lse, p_out, p_done,
+    p_query, p_keys, p_values, p_lengths, p_flags, p_parts, p_lse, p_out, p_done,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, turn, scaling,
     BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -182,10 +178,6 @@ def bulk_kernel(
     b_flags = tl.load(p_flags + i_group * G + o_head, mask=o_head < G, other=0).to(tl.int32)
     length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
     b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
-    key_place, value_place = 0, 0
-    if p_resident_pointers is not None:
-        key_place = tl.load(p_resident_pointers + 2 * i_group)
-        value_place = tl.load(p_resident_pointers + 2 * i_group + 1)
     if tl.max(b_flags, axis=0) == 0:
         return
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
@@ -194,8 +186,6 @@ def bulk_kernel(
     i_held_row = (tl.program_id(2) // turn).to(tl.int64)
     p_keys += i_held_row * s_key_row + i_head * s_key_head
     p_values += i_held_row * s_value_row + i_head * s_value_head
-    if p_resident_pointers is not None:
-        p_keys, p_values = resolve_pointer(p_keys, key_place), resolve_pointer(p_values, value_place)
     b_max, b_sum, b_out = attend_tokens(
         b_query, p_keys, p_values, None, s_key_token, s_value_token, first, last, scaling,
         BLOCK_G, D, V, BLOCK_V, BLOCK_N,

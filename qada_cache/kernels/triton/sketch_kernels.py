@@ -11,7 +11,7 @@ With `p_records`, tokens lie in records (`record_kernels.py`), whose keys follow
 import triton
 import triton.language as tl
 
-from .blocks import attend_tokens, load_query, resolve_pointer, rotate, store_part
+from .blocks import attend_tokens, load_query, rotate, store_part
 from .estimate_kernels import score_selected
 from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_segments
@@ -24,7 +24,7 @@ from .record_kernels import attend_records, count_segments
 )
 def selected_kernel(
     p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_open,
-    p_lengths, p_resident_pointers, p_resident_hit_bytes, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums,
+    p_lengths, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums,
     p_index, p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     s_codes, s_head, s_segment, s_marks, room, record_room, open_room, sums, turn, scaling, log_threshold,
@@ -63,10 +63,6 @@ def selected_kernel(
     p_masses = p_sums + i_group * G * 4 * sums + (o_head[:, None] * 4 * sums + o_sum[None, :])
     b_masses = tl.load(p_masses, mask=m_sum, other=float("-inf"))
     b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
-    key_place, value_place = 0, 0
-    if p_resident_pointers is not None:
-        key_place = tl.load(p_resident_pointers + 2 * i_group)
-        value_place = tl.load(p_resident_pointers + 2 * i_group + 1)
     if tl.max(b_flags.to(tl.int32), axis=0) == 0:
         return
     i_held_row = (tl.program_id(2) // turn).to(tl.int64)
@@ -84,7 +80,7 @@ def selected_kernel(
     if p_records is not None:
         token_bytes = tl.where(length >= MIN_TOKENS, RECORD, TOKEN_BYTES)
     p_index += i_group * room + i_split * (room // splits)
-    selected, stored = 0, 0  # of these, how many are of closed segments
+    selected = 0
     b_high = tl.full([BLOCK_Q, BLOCK_S], -1e30, tl.float32)  # of what is not read, lane by lane: below any score
     b_unread = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     b_lift = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
@@ -102,7 +98,6 @@ def selected_kernel(
         o_index = selected + tl.cumsum(b_selected, axis=0) - 1
         tl.store(p_index + o_index, o_tokens, mask=b_selected == 1)
         selected += tl.sum(b_selected, axis=0)
-        stored += tl.sum(tl.where(o_tokens < closed, b_selected, 0), axis=0)
         if p_marks is not None:
             tl.store(p_marks + i_held * s_marks + 1 + o_tokens, token_bytes, mask=b_selected == 1)
         b_left = tl.where(m_read & (b_selected == 0)[None, :], b_scores, float("-inf"))
@@ -120,23 +115,13 @@ def selected_kernel(
     tl.store(p_own + splits, tl.sum(b_lift * b_decay, axis=1) / b_some, mask=m_head)
     tl.debug_barrier()  # threads read what others have written
     if p_bulk_read_bytes is not None:
-        p_stored_read_bytes = p_bulk_read_bytes
-        if p_resident_pointers is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
-            if key_place != 0:
-                p_stored_read_bytes = p_resident_hit_bytes
-        if p_records is None:
-            tl.atomic_add(p_stored_read_bytes, tl.cast(selected, tl.int64) * TOKEN_BYTES, sem="relaxed")
-        else:
-            tl.atomic_add(p_stored_read_bytes, tl.cast(stored, tl.int64) * token_bytes, sem="relaxed")
-            tl.atomic_add(p_bulk_read_bytes, tl.cast(selected - stored, tl.int64) * token_bytes, sem="relaxed")
+        tl.atomic_add(p_bulk_read_bytes, tl.cast(selected, tl.int64) * token_bytes, sem="relaxed")
 
     p_keys += i_held_row * s_key_row + i_head * s_key_head
     p_values += i_held_row * s_value_row + i_head * s_value_head
     recorded = 0
     if p_records is not None:
         recorded = tl.where(length >= MIN_TOKENS, selected, 0)
-    elif p_resident_pointers is not None:
-        p_keys, p_values = resolve_pointer(p_keys, key_place), resolve_pointer(p_values, value_place)
     b_max, b_sum, b_out = attend_tokens(
         b_query, p_keys, p_values, p_index, s_key_token, s_value_token, recorded, selected, scaling,
         BLOCK_G, D, V, BLOCK_V, BLOCK_N,
@@ -152,8 +137,6 @@ def selected_kernel(
             tl.debug_barrier()  # likewise
             p_records += i_held * record_room * RECORD
             p_open += i_held * open_room * RECORD
-            if p_resident_pointers is not None:
-                p_records = resolve_pointer(p_records, key_place)
             b_max, b_sum, b_out = attend_records(
                 b_max, b_sum, b_out, p_turned, p_records, p_open, p_index, p_estimates, p_flags, i_group, room, closed,
                 recorded, KEY_BITS, VALUE_BITS, RECORD, UNIT, TERMS, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_R,
