@@ -40,7 +40,7 @@ def _read_identity(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in _IDENTITY}
 
 
-def _sample(model: PreTrainedModel) -> list[str]:
+def _sample_weights(model: PreTrainedModel) -> list[str]:
     """As `identity.sample`; empty, with a warning, if it cannot be had."""
     try:
         return identity.sample(model)
@@ -58,7 +58,7 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     state: dict[str, Any] = {
         "options": {name: getattr(options, name) for name in _OPTIONS},
         "model": _read_identity(managed.config),
-        "weights": None if model is None else _sample(model),
+        "weights": None if model is None else _sample_weights(model),
         "current_moments": options.current_moments,
         "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in dtypes),  # of tokens, and of their model
     }

@@ -1,7 +1,7 @@
 """What layers answer whose weights cannot be read: their outputs tell checkpoints apart."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ class UntoldWeightsError(LookupError):
 
 
 @torch.no_grad()
-def ask(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, bytes]:
-    """Outputs of the layers at these paths for a few inputs, by path; of the module around one that takes none."""
+def ask(model: PreTrainedModel, paths: Mapping[str, bool]) -> dict[str, bytes]:
+    """Outputs of the layers at these paths for a few inputs, by path; of the module around one that takes none. An
+    UntoldWeightsError if none of these does either, and the path's value says that this matters."""
     found: dict[str, bytes] = {}
-    for path in paths:
+    for path, matters in paths.items():
         place, answers = path, None
         while place and place not in found:
             try:
@@ -36,7 +37,7 @@ def ask(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, bytes]:
                 found[place] = answers
                 break
             place = place.rpartition(".")[0]
-        if not place:
+        if not place and matters:
             raise UntoldWeightsError(
                 f"its weights cannot be told from another checkpoint's: {path or 'the model'} keeps some where they "
                 "cannot be read, and took none of the inputs that linear layers and embeddings take"
@@ -81,17 +82,17 @@ def _make_inputs(model: PreTrainedModel, module: nn.Module) -> Iterator[Tensor]:
     if rows is None and module is model.get_input_embeddings():
         rows = config.vocab_size
     if isinstance(rows, int) and rows > 0:
-        yield _spread(rows).to(device)[None]
+        yield _pick_places(rows).to(device)[None]
     width = find_width(module)
     widths = [getattr(config, name, None) for name in _SIZES] if width is None else [width]
     for size in dict.fromkeys(size for size in widths if isinstance(size, int) and size > 0):
-        places = _spread(size)
+        places = _pick_places(size)
         for dtype in dict.fromkeys((model.dtype, torch.float32)):
             given = torch.zeros(1, len(places), size, dtype=dtype, device=device)
             given[0, torch.arange(len(places), device="cpu"), places] = 1
             yield given
 
 
-def _spread(size: int) -> Tensor:
+def _pick_places(size: int) -> Tensor:
     """Indices `[ASKED]`, from the first to the last."""
     return torch.linspace(0, size - 1, min(ASKED, size), dtype=torch.float64, device="cpu").long()

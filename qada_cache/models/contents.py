@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 SAMPLED = 4096  # numbers of what is no tensor
+_FEWEST = 64  # values: a layer's weights are more
 _DEEPEST = 4  # of what is looked for in attributes
 _SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
-# Packages whose modules register what they hold, or put it into their state.
-_REGISTERING = ("torch.nn", "transformers", "peft", "bitsandbytes")
+# Modules of these packages register what they hold, or put it into their state. Some integrations take it out again.
+_REGISTERING = re.compile(r"(torch\.nn|transformers(?!\.integrations)|peft|bitsandbytes)(\.|$)")
 _SHARED = ("torch", "transformers", "tokenizers", "accelerate", "huggingface_hub", "numpy")  # hold nobody's weights
 _COMMON = frozenset(vars(nn.Module()))
-_DERIVED = re.compile("cos|sin|freq|rope|mask|cache|position|alibi")  # names of what follows from config and text
+# Names of what follows from config and text.
+_DERIVED = re.compile(r"(^|_)(cos|sin|freqs?|rope|rotary|masks?|cached?|positions?|alibi)(_|$)")
 
 
 class Contents:
@@ -31,8 +33,7 @@ class Contents:
     def __init__(self, model: nn.Module) -> None:
         self.weights: dict[str, Tensor] = {}
         self.others: dict[str, bytes] = {}
-        self.closed: list[str] = []  # paths of modules that hold something unreadable
-        self._model = model
+        self.closed: dict[str, bool] = {}  # paths of modules to ask, and whether there is something unreadable in them
         self._paths = dict(model.named_modules(remove_duplicate=False))
         self._registered = set(map(id, self._paths.values()))
         for path, module in self._paths.items():
@@ -47,22 +48,29 @@ class Contents:
         module._save_to_state_dict(state, prefix, True)  # as `state_dict`, without hooks that change it
         for name, value in state.items():
             self._take(path, name, value)
-        where = type(module).__module__
-        if not any(where == package or where.startswith(f"{package}.") for package in _REGISTERING):
+        if _lacks_weights(module):
+            self._close(path)
+        if not _REGISTERING.match(type(module).__module__):
             self._take_attributes(path, prefix, module)
-        elif where.startswith("torch.nn."):
+            if self._stands_in(path, module):
+                self.closed.setdefault(path, False)
+        elif isinstance(module, nn.Linear | nn.Embedding):
             for name, value in own.items():  # a weight that was put in the place of a registered one
                 if isinstance(value, Tensor) and not any(each.startswith(f"{name}_") for each in module._parameters):
                     self._take(path, prefix + name, value)
 
+    def _stands_in(self, path: str, module: nn.Module) -> bool:
+        """Whether it is of another package than the module around it, as of one that packs weights, and shows none."""
+        place, around = path, module
+        while place and (around is module or type(around).__module__.startswith("torch.nn.")):
+            place = place.rpartition(".")[0]
+            around = self._paths.get(place, module)
+        if module._modules or len({type(part).__module__.partition(".")[0] for part in (module, around)}) == 1:
+            return False
+        return sum(weight.numel() for name, weight in self.weights.items() if name.startswith(f"{path}.")) < _FEWEST
+
     def _take_attributes(self, path: str, prefix: str, module: nn.Module) -> None:
         """What a module of a stranger's class holds beside its state."""
-        if (width := find_width(module)) is not None:
-            # It stands for a linear layer: does it have the weights of one, of two bits at least in words of 32?
-            outputs = getattr(module, "out_features", width)
-            least = width * (outputs if type(outputs) is int else width) // 16
-            if not any(part.numel() >= least for part in (*module.parameters(), *module.buffers())):
-                self._close(path)
         attributes = {name: value for name, value in vars(module).items() if name not in _COMMON}
         if not module._modules and not module._parameters:
             attributes |= {name: module._buffers[name] for name in module._non_persistent_buffers_set}
@@ -122,14 +130,24 @@ class Contents:
         return None
 
     def _close(self, path: str) -> None:
-        if path not in self.closed:
-            self.closed.append(path)
+        self.closed[path] = True
 
 
 def find_width(module: nn.Module) -> int | None:
     """The size of a linear layer's inputs; None if the module does not say so."""
     found = (getattr(module, name, None) for name in ("in_features", "infeatures"))
     return next((width for width in found if type(width) is int), None)
+
+
+def _lacks_weights(module: nn.Module) -> bool:
+    """Whether a layer says how long its inputs are, and neither it nor what is in it registers as many weights: two
+    bits of each in words of 32 at least."""
+    if (width := find_width(module)) is None:
+        return False
+    outputs = getattr(module, "out_features", None)
+    outputs = outputs if type(outputs) is int else width
+    fewest = min(width * outputs, max(width * outputs // 16, width + 1, outputs + 1))
+    return not any(part.numel() >= fewest for part in (*module.parameters(), *module.buffers()))
 
 
 def is_readable(weight: Tensor) -> bool:

@@ -82,7 +82,7 @@ def sample(model: PreTrainedModel) -> list[str]:
         UntoldWeightsError: a layer's weights cannot be read, and no inputs were found that it takes.
     """
     contents = Contents(model)
-    found = _read(contents.weights)
+    found = _read_values(contents.weights)
     found += [(f"{name} content".encode(), content) for name, content in contents.others.items()]
     found += [(f"{path} answers".encode(), answers) for path, answers in ask(model, contents.closed).items()]
     if adapters := list_adapters(model):
@@ -118,7 +118,7 @@ def _find_places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def _read(weights: dict[str, Tensor]) -> list[_Content]:
+def _read_values(weights: dict[str, Tensor]) -> list[_Content]:
     """Every weight's name, shape and dtype, and a few of its values. Each device is asked once for all dtypes."""
     taken: dict[torch.device, dict[str, Tensor]] = {}
     for name, weight in weights.items():

@@ -67,6 +67,7 @@ class _Copier:
         made = object.__new__(type(module))
         self._made[id(module)] = module, made
         own = dict(vars(module))  # at once, as other threads may change it
+        own.pop("_compiled_call_impl", None)
         state = vars(made)
         forward = own.pop("forward", None)
         if placed := own.get("_hf_hook"):  # of accelerate, whose function stands in the place of this one
@@ -105,9 +106,12 @@ class _Copier:
             return self._copy(function)  # which the module chose itself among its own
         if not _lays_out(function):
             weights = [*module._parameters.values(), *module._buffers.values()]
-            if all(weight is None or weight.is_floating_point() for weight in weights):
+            packed = any(weight is not None and not weight.is_floating_point() for weight in weights)
+            origin = _find_origin(function)
+            beside = origin in {kind.__module__ for kind in type(module).__mro__} and not _is_library(origin)
+            if not (packed or beside):
                 return None
-            self.left.append(f"{type(module).__name__}.{name}")  # perhaps it unpacks them
+            self.left.append(f"{type(module).__name__}.{name}")  # perhaps it unpacks them, or is the model's own
         return self._copy(function)
 
     def _copy(self, value: Any) -> Any:
@@ -138,15 +142,23 @@ class _Copier:
         return made
 
     def _copy_function(self, function: FunctionType) -> FunctionType:
-        """With copies in the place of modules in its closure, if it lays weights out; else the function itself."""
-        if not function.__closure__ or not _lays_out(function):
+        """With copies in the place of modules in its closure; the function itself if there are none."""
+        if hasattr(function, "_torchdynamo_orig_callable"):  # of `torch.compile`
+            return self._copy(function._torchdynamo_orig_callable)
+        self._made[id(function)] = function, function  # closures may have functions that call each other
+        cells = [cell for cell in function.__closure__ or () if cell != CellType()]  # the others are empty
+        copies = {id(cell): self._copy(cell.cell_contents) for cell in cells}
+        if all(copies[id(cell)] is cell.cell_contents for cell in cells):
             return function
-        cells = [cell.cell_contents for cell in function.__closure__]
-        theirs = [each for each in cells if isinstance(each, _FUNCTIONS) and not isinstance(each, MethodType)]
-        self.left += [each.__qualname__ for each in theirs if isinstance(each, FunctionType) and not _lays_out(each)]
-        closure = tuple(CellType(self._copy(content)) for content in cells)
+        if _lays_out(function):  # around a function of somebody's?
+            around = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _FUNCTIONS)]
+            self.left += [each for each in map(_find_origin, around) if not _is_library(each)]
+        closure = tuple(
+            CellType(copies[id(cell)]) if id(cell) in copies else cell for cell in function.__closure__ or ()
+        )
         made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
         made.__kwdefaults__ = function.__kwdefaults__
+        vars(made).update(vars(function))
         return made
 
 
@@ -157,13 +169,20 @@ def _find_module(kind: type) -> str:
 def _lays_out(function: Any) -> bool:
     """Whether a hook or function comes from code that lays weights out. Where it was written says so, not what
     `functools.wraps` made it say, which wrappers of users take over from what they wrap."""
+    name = _find_origin(function)
+    return not isinstance(function, nn.Module) and any(name == each or name.startswith(f"{each}.") for each in _LAYOUT)
+
+
+def _find_origin(function: Any) -> str:
+    """The name of the module whose code it is."""
     while isinstance(function, (MethodType, partial)):
         function = function.__func__ if isinstance(function, MethodType) else function.func
-    if isinstance(function, nn.Module):
-        return False
     where = getattr(function, "__globals__", None)
-    name = str(type(function).__module__ if where is None else where.get("__name__"))
-    return any(name == each or name.startswith(f"{each}.") for each in _LAYOUT)
+    return str(type(function).__module__ if where is None else where.get("__name__"))
+
+
+def _is_library(name: str) -> bool:
+    return name.partition(".")[0] in {"builtins", *(each.partition(".")[0] for each in _LAYOUT)}
 
 
 def _run_placed(

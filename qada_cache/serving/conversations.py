@@ -71,7 +71,7 @@ class Conversation:
         return shared if shared == held or (croppable and 2 * shared >= held) else 0
 
 
-def _sample(model: PreTrainedModel) -> Any:
+def _sample_weights(model: PreTrainedModel) -> Any:
     """What tells this call's weights from another's. A model whose weights cannot be told goes on with nothing."""
     try:
         return identity.sample(model)
@@ -111,7 +111,7 @@ class Conversations:
         come of it. A conversation that shares less than half of its cache's tokens is left for its own next turn.
         Others make room for this one. If a store has more tokens of the prompt, `stored`, the cache is a new one.
         """
-        terms = dict(options), _sample(model), key
+        terms = dict(options), _sample_weights(model), key
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
         with self._lock:
             shared = {kept: kept.count_shared(prompt) for kept in self._kept if switched_on and kept.terms == terms}

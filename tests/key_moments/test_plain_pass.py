@@ -185,6 +185,43 @@ def test_hooks_that_make_weights_run() -> None:
     torch.testing.assert_close(collect(model).mean, collect(other).mean)
 
 
+class Through(nn.Module):
+    """Calls another layer by functions that it keeps, as a model's own code may."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.forward = self.run
+        self.calls = [lambda states: part(states), part.__call__, partial(part)]
+
+    def run(self, states: Tensor) -> Tensor:
+        return sum(call(states) for call in self.calls) / 3
+
+
+def test_functions_that_a_model_keeps() -> None:
+    """They call the layers that are read, not those that have hooks."""
+    model, steered = tiny(), tiny()
+    for each in (model, steered):
+        each.model.layers[0].mlp = Through(each.model.layers[0].mlp).eval()
+    steered.model.layers[0].mlp.part.register_forward_hook(lambda module, args, output: output + 3)
+    assert_same(collect(steered), collect(model))
+
+
+@pytest.mark.parametrize("how", ["forward", "module", "layers"])
+def test_a_compiled_model_is_read_as_it_is(how: str) -> None:
+    def fail(module: Any, inputs: Any) -> Any:
+        raise AssertionError("compiled")
+
+    model = tiny()
+    if how == "forward":
+        model.forward = torch.compile(model.forward, backend=fail)
+    elif how == "module":
+        model.compile(backend=fail)
+    else:
+        model.model.layers[0] = torch.compile(model.model.layers[0], backend=fail)
+    assert_same(collect(model), collect(tiny()))
+
+
 class Packed(nn.Linear):
     """Its own function takes no bytes: whoever packed the weights replaced it."""
 

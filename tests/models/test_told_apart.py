@@ -146,6 +146,14 @@ class Elsewhere(Kept):
         return _ELSEWHERE[self.handle]
 
 
+class Unsaid(Elsewhere):
+    """And does not say how long."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        del self.in_features
+
+
 class Opaque(Kept):
     """In an object that shows nothing; the layer takes what no other layer takes."""
 
@@ -212,7 +220,7 @@ KINDS: dict[str, Callable[[int], PreTrainedModel]] = {
     "offloaded": lambda seed: cpu_offload(tiny(seed=seed), CPU),
     **{
         kind.__name__: partial(replaced, kind)
-        for kind in (Kept, InObject, InSlots, InArray, InBytes, InFunction, InList, InExtraState, Elsewhere)
+        for kind in (Kept, InObject, InSlots, InArray, InBytes, InFunction, InList, InExtraState, Elsewhere, Unsaid)
     },
 }
 pytestmark = pytest.mark.filterwarnings("ignore:.*quant.*deprecated", "ignore:TypedStorage")
@@ -272,6 +280,16 @@ def test_weights_that_cannot_be_told(folder: Path, tmp_path: Path, caplog: pytes
     with pytest.raises(ValueError, match="its weights are not"):
         QAdACache.load(tmp_path / "cache", tiny())
     assert QAdACache.load(tmp_path / "cache", config=model.config).get_seq_length() == 300
+
+
+def test_weights_in_a_function(folder: Path) -> None:
+    """Of a layer that was left without any."""
+    model = tiny()
+    linear = model.model.layers[0].mlp.up_proj
+    weight = linear.weight
+    linear.weight, linear.forward = None, lambda states: nn.functional.linear(states, weight)
+    with pytest.raises(UntoldWeightsError, match=r"layers.0.mlp.up_proj"):
+        identity.sample(model)
 
 
 def test_offloaded_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
