@@ -241,7 +241,7 @@ def _tune(options: argparse.Namespace) -> int:
         return 1
     try:
         path = tuning.keep(model, found, read)
-    except OSError as error:  # a failure after minutes of measuring is no user error
+    except (OSError, LookupError) as error:  # a failure after minutes of measuring is no user error
         print(f"The choice cannot be kept ({error}). {by_hand}")
         return 1
     print(

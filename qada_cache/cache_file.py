@@ -7,18 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments
 from .key_moments.defaults import combine_sources
 from .models import find_full_attention_config, find_inputs_device, identity
+from .models.asking import UntoldWeightsError
 from .models.sharding import check_unsharded, count_processes
 from .state import DECIDING, LAID_OUT, Shared
 from .state.layer import QAdALayer
 from .state.record import BULK, RECORDS, check_alike, record_layer, restore_layer
 from .state.stock import check_stock
 from .storage import transfers
+
+logger = logging.get_logger(__name__)
 
 KIND = "qada-cache"
 # Tables and moments are tensors; the process that loads a file chooses its kernels.
@@ -38,6 +42,15 @@ def _read_identity(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in _IDENTITY}
 
 
+def _sample_weights(model: PreTrainedModel) -> list[str]:
+    """As `identity.sample`; empty, with a warning, if it cannot be had."""
+    try:
+        return identity.sample(model)
+    except UntoldWeightsError as error:
+        logger.warning_once(f"this model's caches are saved, and load with config= alone, without the model: {error}")
+        return []
+
+
 def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) -> None:
     """Write what the layers of a cache hold, and share; see `QAdACache.save`."""
     options, managed = shared.options, shared.model
@@ -47,7 +60,7 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     state: dict[str, Any] = {
         "options": {name: getattr(options, name) for name in _OPTIONS},
         "model": _read_identity(managed.config),
-        "weights": None if model is None else identity.sample(model),
+        "weights": None if model is None else _sample_weights(model),
         "current_moments": options.current_moments,
         "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in dtypes),  # of tokens, and of their model
     }
@@ -121,8 +134,16 @@ def _check_model(
             f"{path} was saved for a model in {' or '.join(dtypes)}, this model is in {dtype}: load it with a model of "
             "that dtype"
         )
-    weights = state["weights"]
-    if weights is not None and not identity.is_same([*map(str, weights)], identity.sample(model)):
+    if state["weights"] is None:
+        return
+    try:
+        own = identity.sample(model)
+    except UntoldWeightsError as error:
+        raise ValueError(
+            f"{path} cannot be loaded with this model: {error}. If these are the weights that it was saved for, give "
+            "config=model.config instead of the model"
+        ) from error
+    if not identity.is_same([*map(str, state["weights"])], own):
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 

@@ -56,7 +56,7 @@ def describe(options: Options) -> str:
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
     """Keep what these options have of `Thresholds` and `LEFT_OPEN`, as measured, as the model's own. Returns the
     path. The `figures`, measurements behind the choice, are JSON-able and for people. An OSError if the user's cache
-    folder cannot be written to, or is not the user's alone."""
+    folder cannot be written to, or is not the user's alone; a LookupError if weights cannot be told apart."""
     path = _find_path(model)
     chosen = asdict(Thresholds.of(options)) | {name: getattr(options, name) for name in LEFT_OPEN}
     state = {"chosen": chosen, "under": _list_conditions(options), "figures": figures}

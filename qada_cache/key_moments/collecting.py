@@ -4,8 +4,6 @@ import hashlib
 import inspect
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +14,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 
 from ..kernels.reference import suspend_autocast
 from ..models import find_full_attention_layers, find_inputs_device, unwrap_model
+from ..models.plain import make_plain
 from ..models.sharding import HeadShard, find_shard
 from .observing import observe_queries, read_keys
 from .prompts import PROMPTS, choose_prompt, make_ids
@@ -31,6 +30,7 @@ PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
 CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
+LEFT = "with functions"  # of an origin: those that took part beside the weights, see `make_plain`
 
 
 class QueryEnergies:
@@ -121,18 +121,22 @@ def collect(
     fewer = tokens is None and text is None and kind != "custom"
     if tokens is None:
         tokens = prompt.numel() if isinstance(prompt, Tensor) else min(TOKENS, longest)
-    with _switch_to_evaluation(model):
+    # Moments are kept for runs without dropout, gradients, autocast and hooks, and other threads may call the model.
+    with make_plain(model) as (plain, left), torch.no_grad(), suspend_autocast(find_inputs_device(model)):
         chosen = prompt if kind == "custom" else kind
-        ids = make_ids(chosen, model=model, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text, fewer=fewer)
+        ids = make_ids(chosen, model=plain, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text, fewer=fewer)
         _check_same(shard, kind, ids)
         tokens, bulk = len(ids), len(ids) - sink_tokens
         if bulk <= 0:
             raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
-        scheme, rotations = _choose_scheme(model, scheme, ids, shard, managed)
+        growing = any(find_growing_parameters(rope, layer) for layer in range(layers))
+        if growing:  # frequencies of the longest text so far stay, until a short one is read
+            read_keys(plain, ids[None, :1], None, chunk=1, done=lambda tokens: None)
+        scheme, rotations = _choose_scheme(plain, scheme, ids, shard, managed)
         lengths = _choose_lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
         passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
         # With frequencies of the sequence's length, every chunk would get those of its own.
-        chunk = tokens if any(find_growing_parameters(rope, layer) for layer in range(layers)) else CHUNK_TOKENS
+        chunk = tokens if growing else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies()
         hidden = not progress or shard.rank > 0
@@ -146,8 +150,8 @@ def collect(
                 )
                 # Contiguous positions are left to the model: not every one takes them as an argument.
                 positions = None if length == bulk else torch.cat([first, spread])[None]
-                with observe_queries(model, energies):
-                    keys = read_keys(model, ids[None], positions, chunk=chunk, done=bar.update)
+                with observe_queries(plain, energies):
+                    keys = read_keys(plain, ids[None], positions, chunk=chunk, done=bar.update)
                 if scheme == "analytic":
                     back = -torch.arange(tokens, dtype=torch.int64, device="cpu")
                     keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
@@ -173,6 +177,7 @@ def collect(
             "seed": seed,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
+            **({LEFT: left} if left else {}),
         },
     )
 
@@ -224,19 +229,6 @@ def _choose_lengths(scheme: str, tokens: int, longest: int) -> list[int]:
     while scheme == "prompt" and lengths[0] // 2 >= SHORTEST_PREFIX:
         lengths.insert(0, lengths[0] // 2)
     return lengths
-
-
-@contextmanager
-def _switch_to_evaluation(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model without dropout, gradients and autocast: moments are kept for runs without."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad(), suspend_autocast(find_inputs_device(model)):
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _take_moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Tensor, Tensor]:

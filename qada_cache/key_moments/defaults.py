@@ -3,6 +3,7 @@
 import os
 import re
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from transformers.utils import logging
 from .. import files
 from ..files import find_home, tensor_file
 from ..models import identity
+from ..models.asking import UntoldWeightsError
 from ..models.identity import find_tokenizer
 from ..models.sharding import HeadShard
 from . import KIND, KeyMoments
+from .collecting import LEFT
 from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
 
 logger = logging.get_logger(__name__)
@@ -32,6 +35,8 @@ KEPT_BYTES = 1 << 30  # the 64 states of an 8B model that were used last
 KEPT_SECONDS = 90 * 24 * 3600.0  # unused; to collect them again takes one pass over 1,024 tokens
 _NAMES = re.compile(rf".+-({'|'.join(PROMPTS)})-[0-9a-f]{{16}}\.safetensors")  # of `_find_path`, and of no other file
 _remembered: dict[Path, KeyMoments] = {}
+# By prompt, of models whose moments other models must not find: their weights cannot be told, or took no part alone.
+_own: "weakref.WeakKeyDictionary[PreTrainedModel, dict[str, KeyMoments]]" = weakref.WeakKeyDictionary()
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
 MomentsSource = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMoments]
@@ -103,17 +108,18 @@ def load_default_moments(
     moments. Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and are kept under the
     tokens' name. Processes that share a model collect together: each keeps a file named by its part of the weights, and
     if one finds none, all collect. The tokenizer beside the model (`identity.find_tokenizer`) serves if none is given.
+    Moments of a model whose weights cannot be told from others' are kept in memory alone, with a warning.
     A ValueError by "wiki" without one, or with one that does not know its words; or as by `KeyMoments.collect`.
     """
-    path = _find_path(model, prompt)
     with _remembering:
-        kept = _remembered.get(path)
-        if kept is None or (tokenizer is not None and kept.prompt != prompt):  # words can be had now
-            kept = _read_moments(path)
+        path = _find_path(model, prompt)
+        kept = _find_kept(model, prompt, path)
+        if kept is not None and tokenizer is not None and kept.prompt != prompt:  # words can be had now
+            kept = None if path is None else _read_moments(path)
         if not shard.holds_everywhere(kept is not None):
             kept = _collect(model, prompt, tokenizer, path, shard)
         assert kept is not None  # found or made above
-        return _remember(path, kept)
+        return _remember(model, prompt, path, kept)
 
 
 def find_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
@@ -122,10 +128,10 @@ def find_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Te
     if model is None:
         kept = find_moments(config, prompt)
     else:
-        path = _find_path(model, prompt)
         with _remembering:
-            if (kept := _remembered.get(path) or _read_moments(path)) is not None:
-                _remember(path, kept)
+            path = _find_path(model, prompt)
+            if (kept := _find_kept(model, prompt, path)) is not None:
+                _remember(model, prompt, path, kept)
     return None if kept is None else kept.query_energies
 
 
@@ -150,7 +156,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
 
 
 def _collect(
-    model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, path: Path, shard: HeadShard
+    model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, path: Path | None, shard: HeadShard
 ) -> KeyMoments:
     """Moments that are not kept under this prompt's name yet, in every process of the shard's."""
     reason = "the tokenizer does not know the words of our article"
@@ -171,6 +177,13 @@ def _collect(
         _say_tokens(prompt, reason)
         return load_default_moments(model, TOKENS_FOR_WORDS[prompt], None, shard)
     moments = KeyMoments.collect(model, tokenizer, prompt)
+    if left := moments.origin.get(LEFT):
+        logger.warning_once(
+            f"key moments are not kept, and every process collects them: functions were put into {', '.join(left)}, "
+            "and without them it is not known what the model computes"
+        )
+    if left or path is None:
+        return moments
     try:
         with files.open_folder(FOLDER, make=True) as folder:
             files.write(path.name, tensor_file.encode(KIND, moments.to_tensors(), moments.to_header()), folder=folder)
@@ -190,7 +203,15 @@ def _say_tokens(prompt: str, reason: str) -> None:
     )
 
 
-def _remember(path: Path, kept: KeyMoments) -> KeyMoments:
+def _find_kept(model: PreTrainedModel, prompt: str, path: Path | None) -> KeyMoments | None:
+    own = _own.get(model, {}).get(prompt)
+    return own if own is not None or path is None else _remembered.get(path) or _read_moments(path)
+
+
+def _remember(model: PreTrainedModel, prompt: str, path: Path | None, kept: KeyMoments) -> KeyMoments:
+    if path is None or kept.origin.get(LEFT):
+        _own.setdefault(model, {})[prompt] = kept
+        return kept
     _remembered[path] = kept
     if len(_remembered) > REMEMBERED:
         del _remembered[next(iter(_remembered))]
@@ -208,6 +229,11 @@ def _read_moments(path: Path) -> KeyMoments | None:
     return None
 
 
-def _find_path(model: PreTrainedModel, prompt: str) -> Path:
+def _find_path(model: PreTrainedModel, prompt: str) -> Path | None:
+    """The file of a model's moments; None if its weights cannot be told from others'."""
     start = identity.find_source(model.config) or model.config.model_type  # a config finds the file by it
-    return find_home() / FOLDER / f"{start}-{prompt}-{identity.digest(model)}.safetensors"
+    try:
+        return find_home() / FOLDER / f"{start}-{prompt}-{identity.digest(model)}.safetensors"
+    except UntoldWeightsError as error:
+        logger.warning_once(f"key moments of this model are not kept, and every process collects them: {error}")
+        return None

@@ -4,17 +4,20 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from .asking import ask
+from .contents import Contents, is_readable
+
 SAMPLED = 16  # values of each weight that stand for the whole
 
-_known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[tuple], list[str]]]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[_Content], list[str]]]" = weakref.WeakKeyDictionary()
+_Content = tuple[bytes, bytes]  # name, shape and dtype; values, empty if there are none
 
 
 def digest(model: PreTrainedModel) -> str:
@@ -69,62 +72,73 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
 
 
 def sample(model: PreTrainedModel) -> list[str]:
-    """For every weight, digests of its name, shape and dtype, and of a few values if they can be read. A quantised
-    weight stands as the tensors it names as its parts, one that is split over processes as this process's part.
-    Remembered until a weight is replaced or written to, as far as torch counts that: not for `weight.data`."""
-    held = model.state_dict(keep_vars=True)
-    weights = dict(
-        part for name, weight in held.items() if isinstance(weight, Tensor) for part in _list_parts(name, weight)
-    )
-    if any(weight.is_inference() for weight in weights.values()):  # such tensors do not count writes
-        return _sample(weights)
-    states = [
-        (name, weight.data_ptr() if _is_readable(weight) else 0, weight._version, weight.dtype, weight.shape)
-        for name, weight in weights.items()
-    ]
-    if model not in _known or _known[model][0] != states:
-        _known[model] = states, _sample(weights)
+    """For every weight, digests of its name, shape and dtype, and of a few values. A quantised weight stands as the
+    tensors it names as its parts, one that is split over processes as this process's part, one that accelerate
+    offloads as where it lies. Outputs of layers whose weights cannot be read follow, and peft's active adapters.
+
+    Values are read at every call, as torch does not count all that is written to weights.
+
+    Raises:
+        UntoldWeightsError: a layer's weights cannot be read, and no inputs were found that it takes.
+    """
+    contents = Contents(model)
+    found = _read_values(contents.weights)
+    found += [(f"{name} content".encode(), content) for name, content in contents.others.items()]
+    found += [(f"{path} answers".encode(), answers) for path, answers in ask(model, contents.closed).items()]
+    if adapters := list_adapters(model):
+        found.append((b"adapters", json.dumps(adapters).encode()))
+    if model not in _known or _known[model][0] != found:
+        _known[model] = found, _sample(found)
     return _known[model][1]
 
 
-def is_same(one: list[str], other: list[str]) -> bool:
-    """Whether two samples are of the same weights, as far as both know them."""
-    return len(one) == len(other) and all(
-        ours.startswith(theirs) or theirs.startswith(ours) for ours, theirs in zip(one, other, strict=True)
-    )
+def list_adapters(model: PreTrainedModel) -> list:
+    """What peft computes beside the weights, which weights do not tell: the active adapters of every module."""
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    found = [
+        (name, [getattr(part, each, None) for each in names])
+        for name, part in model.named_modules()
+        if hasattr(part, "merged_adapters")
+    ]
+    return json.loads(json.dumps(found, default=str))
 
 
-def _list_parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The weight by its name, or the tensors that it consists of by names of their own."""
-    if hasattr(weight, "to_local"):  # a DTensor: this process's part
-        weight = weight.to_local()
-    if not hasattr(weight, "__tensor_flatten__"):  # torch's protocol for classes that wrap tensors
-        yield name, weight
-        return
-    inner, _ = weight.__tensor_flatten__()
-    for attribute in inner:
-        yield from _list_parts(f"{name}.{attribute}", getattr(weight, attribute))
+def is_same(kept: list[str], own: list[str]) -> bool:
+    """Whether a kept sample is of the same weights as a model's own one. Earlier versions kept names alone of weights
+    that they could not read."""
+    return len(kept) == len(own) > 0 and all(ours.startswith(theirs) for theirs, ours in zip(kept, own, strict=True))
 
 
-def _is_readable(weight: Tensor) -> bool:
-    """Whether values are there, and torch's own to read by index."""
-    own_rules = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return not (own_rules or weight.is_meta or weight.is_quantized) and weight.layout is torch.strided
+@lru_cache(maxsize=256)
+def _find_places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Indices of the sampled values of a weight, one tensor a dim."""
+    last, count = shape.numel() - 1, min(SAMPLED, shape.numel())
+    index = torch.linspace(0, last, count, dtype=torch.float32, device=device).long()
+    return torch.unravel_index(index, shape) if shape else ()
 
 
 @torch.no_grad()
-def _sample(weights: dict[str, Tensor]) -> list[str]:
-    found = []
+def _read_values(weights: dict[str, Tensor]) -> list[_Content]:
+    """Every weight's name, shape and dtype, and a few of its values. Each device is asked once for all dtypes."""
+    taken: dict[torch.device, dict[str, Tensor]] = {}
     for name, weight in weights.items():
-        contents = [f"{name} {list(weight.shape)} {weight.dtype}".encode()]
-        if weight.numel() and _is_readable(weight):
-            spread = 0, weight.numel() - 1, min(SAMPLED, weight.numel())
-            index = torch.linspace(*spread, dtype=torch.float32, device=weight.device).long()
-            places = torch.unravel_index(index, weight.shape) if weight.dim() else ()
-            with (
-                suppress(NotImplementedError),  # torch indexes no tensors of dtypes smaller than a byte
-                torch._C.DisableTorchFunctionSubclass(),  # the plain tensor of a Parameter's subclass
-            ):
-                contents.append(weight.detach()[places].reshape(-1).float().cpu().numpy().tobytes())
-        found.append("".join(hashlib.sha256(content).hexdigest()[:8] for content in contents))
-    return found
+        if weight.numel() and is_readable(weight):
+            places = _find_places(weight.shape, weight.device)
+            with torch._C.DisableTorchFunctionSubclass():  # the plain tensor of a Parameter's subclass
+                try:
+                    values = weight.detach()[places]
+                except NotImplementedError:  # torch indexes no tensors of dtypes smaller than a byte
+                    values = weight.detach().view(torch.uint8)[places]
+                taken.setdefault(weight.device, {})[name] = values.reshape(-1).float()
+    contents: dict[str, bytes] = {}
+    for parts in taken.values():
+        whole = torch.cat(list(parts.values())).cpu().split([len(part) for part in parts.values()])
+        contents |= {name: part.numpy().tobytes() for name, part in zip(parts, whole, strict=True)}
+    return [
+        (f"{name} {list(weight.shape)} {weight.dtype}".encode(), contents.get(name, b""))
+        for name, weight in weights.items()
+    ]
+
+
+def _sample(contents: list[_Content]) -> list[str]:
+    return ["".join(hashlib.sha256(part).hexdigest()[:8] for part in content if part) for content in contents]

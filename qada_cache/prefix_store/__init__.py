@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..cache import QAdACache
 from ..models import unwrap_model
+from ..models.asking import UntoldWeightsError
 from .checking import check, find_real_rows
 from .filling import copy_tokens, fill, has_shapes, keep_as_made, list_layers
 from .finding import Beginning, Finder
@@ -188,7 +189,11 @@ class PrefixStore:
                 f"model's {model.dtype}: load the model in that dtype"
             )
             return 0
-        root, reading = name_root(model, key), describe_reading(cache.options)
+        try:
+            root, reading = name_root(model, key), describe_reading(cache.options)
+        except UntoldWeightsError as error:
+            logger.warning_once(f"prompts of this model are not kept: {error}")
+            return 0
         origin, kind = getattr(model.config, "_name_or_path", ""), model.config.model_type
         about = {"model": origin, "type": kind, "dtype": str(model.dtype), "keyed": key is not None}
         try:
@@ -268,6 +273,8 @@ class PrefixStore:
                     finder = Finder(folder, folder.list(self.max_age), root=name_root(model, key), fits=fits, **own)
             except FileNotFoundError:
                 pass  # nothing was kept yet
+            except UntoldWeightsError as error:
+                logger.warning_once(f"no stored prompts of this model are used: {error}")
             except OSError as error:
                 logger.warning_once(f"no stored prompts are used: {error}")
             yield finder

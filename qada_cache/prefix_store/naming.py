@@ -45,7 +45,7 @@ class Name(NamedTuple):
 def name_root(model: PreTrainedModel, key: str | None) -> str:
     """The parent of a first segment: a hash of the model's weights, dtype, config and active adapters, and of the
     owner's key."""
-    parts = [VERSION, SEGMENT_TOKENS, identity.digest(model), _list_adapters(model), key]
+    parts = [VERSION, SEGMENT_TOKENS, identity.digest(model), identity.list_adapters(model), key]
     return _digest(json.dumps(parts).encode())
 
 
@@ -76,17 +76,6 @@ def describe_reading(options: Options) -> str:
 def make_digest(parts: list, *tensors: Tensor | None) -> str:
     """A digest of `parts`, as JSON writes them, and of tensors."""
     return _digest(json.dumps(parts).encode(), *map(_copy_bytes, tensors))
-
-
-def _list_adapters(model: PreTrainedModel) -> list:
-    """What peft computes beside the weights, which weights do not tell: the active adapters of every module."""
-    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    found = [
-        (name, [getattr(part, each, None) for each in names])
-        for name, part in model.named_modules()
-        if hasattr(part, "merged_adapters")
-    ]
-    return json.loads(json.dumps(found, default=str))
 
 
 def _copy_bytes(tensor: Tensor | None) -> bytes:

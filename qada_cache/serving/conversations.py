@@ -11,12 +11,16 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..attention import forward as attention
 from ..cache import QAdACache
 from ..models import identity
+from ..models.asking import UntoldWeightsError
 from ..state.layer import QAdALayer
 from .memory import find_host_memory
+
+logger = logging.get_logger(__name__)
 
 CONVERSATIONS = 4  # kept of each model
 MEMORY = 0.25  # of the host's, that their caches may take
@@ -67,6 +71,15 @@ class Conversation:
         return shared if shared == held or (croppable and 2 * shared >= held) else 0
 
 
+def _sample_weights(model: PreTrainedModel) -> Any:
+    """What tells this call's weights from another's. A model whose weights cannot be told goes on with nothing."""
+    try:
+        return identity.sample(model)
+    except UntoldWeightsError as error:
+        logger.warning_once(f"no conversation with this model is continued: {error}")
+        return object()
+
+
 class Conversations:
     """Kept conversations of one model, for any number of threads; one taken and never given back is forgotten."""
 
@@ -98,7 +111,7 @@ class Conversations:
         come of it. A conversation that shares less than half of its cache's tokens is left for its own next turn.
         Others make room for this one. If a store has more tokens of the prompt, `stored`, the cache is a new one.
         """
-        terms = dict(options), identity.sample(model), key
+        terms = dict(options), _sample_weights(model), key
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
         with self._lock:
             shared = {kept: kept.count_shared(prompt) for kept in self._kept if switched_on and kept.terms == terms}

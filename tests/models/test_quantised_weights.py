@@ -131,10 +131,10 @@ def test_caches_of_quantised_models(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantised_checkpoints_are_told_apart(kind: str) -> None:
-    """By the values of their parts. A closed one's are not known: by its name, shape and dtype."""
+    """By the values of their parts. A closed one's are not known: by what layers make of a few inputs."""
     sampled = identity.sample(quantised(kind))
     assert sampled == identity.sample(quantised(kind))
-    assert identity.is_same(sampled, identity.sample(quantised(kind, seed=1))) == (kind == "closed")
+    assert not identity.is_same(sampled, identity.sample(quantised(kind, seed=1)))
     assert not identity.is_same(sampled, identity.sample(quantised(kind, hidden_size=64)))
 
 
@@ -161,11 +161,12 @@ def test_ordinary_tokens_are_those_of_the_embeddings(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.float4_e2m1fn_x2], ids=str)
 def test_dtypes_that_torch_cannot_index(dtype: torch.dtype) -> None:
-    """Told by name, shape and dtype."""
+    """Told by their bytes."""
     model = tiny()
     model.register_buffer("packed", torch.zeros(8, 4, dtype=torch.uint8).view(dtype))
     sampled = identity.sample(model)
-    model.packed = torch.ones(8, 4, dtype=torch.uint8).view(dtype)
     assert identity.is_same(identity.sample(model), sampled)
+    model.packed = torch.ones(8, 4, dtype=torch.uint8).view(dtype)
+    assert not identity.is_same(identity.sample(model), sampled)
     model.packed = torch.zeros(8, 5, dtype=torch.uint8).view(dtype)
     assert not identity.is_same(identity.sample(model), sampled)

@@ -1,4 +1,4 @@
-"""Samples of a model's weights: read once, and again when weights have changed."""
+"""Samples of a model's weights: digested once, and again when weights have changed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from qada_cache.versions import pass_cache
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many weights were read each time, while the test runs."""
+    """How many weights were digested each time, while the test runs."""
     reads: list[int] = []
     original = identity._sample
 
-    def counting(given: dict[str, torch.Tensor]) -> list[str]:
+    def counting(given: list[tuple[bytes, bytes]]) -> list[str]:
         reads.append(len(given))
         return original(given)
 
@@ -58,6 +58,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
     "another tensor": replaced,
     "loaded": lambda model: model.load_state_dict(tiny(seed=1).state_dict()),
     "another storage": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 2),
+    "written to, uncounted": lambda model: model.lm_head.weight.data.mul_(2),
     "another dtype": lambda model: model.to(torch.bfloat16),
 }
 

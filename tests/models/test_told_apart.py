@@ -1,0 +1,333 @@
+"""Checkpoints whose weights a state dict does not have: told apart by other ways, or nothing of them is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from models import SMALL, prompt, tiny
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.logging import warning_once
+
+from qada_cache import PrefixStore, QAdACache
+from qada_cache.key_moments import defaults
+from qada_cache.models import identity
+from qada_cache.models.asking import UntoldWeightsError
+from qada_cache.versions import pass_cache
+
+EXACT: dict[str, Any] = {**SMALL, "moments": "current", "threshold": 1.0}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(defaults, "_remembered", {})
+    warning_once.cache_clear()
+    return tmp_path / "home" / "moments"
+
+
+class Kept(nn.Module):
+    """In a linear layer's place, with a weight that is no parameter; what is registered is the same in every model."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.keep(linear.weight.detach().clone())
+
+    def keep(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def take(self) -> Tensor:
+        return self.weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.take()) * self.scale
+
+
+class Holder:
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+class InObject(Kept):
+    def keep(self, weight: Tensor) -> None:
+        self.packed = {"rows": [Holder(weight)]}
+
+    def take(self) -> Tensor:
+        return self.packed["rows"][0].weight
+
+
+class InSlots(Kept):
+    def keep(self, weight: Tensor) -> None:
+        self.packed = Slotted(weight)
+
+    def take(self) -> Tensor:
+        return self.packed.weight
+
+
+class InArray(Kept):
+    def keep(self, weight: Tensor) -> None:
+        self.packed = weight.numpy()
+
+    def take(self) -> Tensor:
+        return torch.from_numpy(self.packed)
+
+
+class InBytes(Kept):
+    def keep(self, weight: Tensor) -> None:
+        self.shape, self.packed = weight.shape, weight.numpy().tobytes()
+
+    def take(self) -> Tensor:
+        return torch.from_numpy(np.frombuffer(self.packed, np.float32).copy()).view(self.shape)
+
+
+class InFunction(Kept):
+    def keep(self, weight: Tensor) -> None:
+        self.packed = lambda: weight
+
+    def take(self) -> Tensor:
+        return self.packed()
+
+
+class InList(Kept):
+    """A module that is not registered."""
+
+    def keep(self, weight: Tensor) -> None:
+        linear = nn.Linear(1, 1)
+        linear.weight = nn.Parameter(weight)
+        self.packed = [linear]
+
+    def take(self) -> Tensor:
+        return self.packed[0].weight
+
+
+class InExtraState(InBytes):
+    """Which alone says it."""
+
+    def get_extra_state(self) -> Any:
+        return {"packed": self.packed, "version": 2}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.packed = state["packed"]
+
+
+_ELSEWHERE: list[Tensor] = []
+
+
+class Elsewhere(Kept):
+    """By a number, as a handle of a library, in a layer that says how long its inputs are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.in_features = linear.in_features
+        super().__init__(linear)
+
+    def keep(self, weight: Tensor) -> None:
+        self.handle = len(_ELSEWHERE)
+        _ELSEWHERE.append(weight)
+
+    def take(self) -> Tensor:
+        return _ELSEWHERE[self.handle]
+
+
+class Unsaid(Elsewhere):
+    """And does not say how long."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        del self.in_features
+
+
+class Opaque(Kept):
+    """In an object that shows nothing; the layer takes what no other layer takes."""
+
+    def keep(self, weight: Tensor) -> None:
+        _ELSEWHERE.append(weight)
+        self.place = len(_ELSEWHERE) - 1
+
+    def take(self) -> Tensor:
+        return _ELSEWHERE[self.place]
+
+    def get_extra_state(self) -> Any:
+        return object()
+
+    def forward(self, states: Tensor) -> Tensor:
+        if len(states) == 1 and states.shape[1] == 4:
+            raise ValueError("not so")
+        return super().forward(states)
+
+
+def replaced(kind: type[Kept], seed: int) -> PreTrainedModel:
+    """Models that differ in the weights of keys alone."""
+    model, other = tiny(), tiny(seed=seed)
+    for layer, theirs in zip(model.model.layers, other.model.layers, strict=True):
+        layer.self_attn.k_proj = kind(theirs.self_attn.k_proj)
+    return model.eval()
+
+
+def dynamic_int8(seed: int, dtype: torch.dtype = torch.qint8) -> PreTrainedModel:
+    """Embeddings and norms are the same."""
+    model, other = tiny(), tiny(seed=seed)
+    model.load_state_dict({name: weight for name, weight in other.state_dict().items() if "proj" in name}, strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=dtype)
+
+
+def attribute(seed: int) -> PreTrainedModel:
+    """A plain tensor in the place of a linear layer's parameter."""
+    model, other = tiny(), tiny(seed=seed)
+    linear = model.model.layers[0].self_attn.k_proj
+    del linear.weight
+    linear.weight = other.model.layers[0].self_attn.k_proj.weight.detach()
+    return model
+
+
+def hooked(seed: int) -> PreTrainedModel:
+    """Its state dict leaves most out."""
+    model = tiny()
+    model.model.layers.load_state_dict(tiny(seed=seed).model.layers.state_dict())
+
+    def drop(module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        for name in [name for name in state if "proj" in name]:
+            del state[name]
+
+    model.register_state_dict_post_hook(drop)
+    return model
+
+
+KINDS: dict[str, Callable[[int], PreTrainedModel]] = {
+    "dynamic int8": dynamic_int8,
+    "dynamic float16": partial(dynamic_int8, dtype=torch.float16),
+    "plain attribute": attribute,
+    "state dict hook": hooked,
+    "offloaded": lambda seed: cpu_offload(tiny(seed=seed), CPU),
+    **{
+        kind.__name__: partial(replaced, kind)
+        for kind in (Kept, InObject, InSlots, InArray, InBytes, InFunction, InList, InExtraState, Elsewhere, Unsaid)
+    },
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*quant.*deprecated", "ignore:TypedStorage")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_are_told_apart(kind: str) -> None:
+    make = KINDS[kind]
+    models = [make(0), make(0), make(1)]
+    one, same, other = map(identity.sample, models)
+    assert one == same == identity.sample(models[0])
+    assert identity.is_same(one, same)
+    assert not identity.is_same(one, other)
+    assert identity.digest(models[0]) != identity.digest(models[2])
+
+
+def read(model: PreTrainedModel, ids: Tensor, cache: QAdACache) -> None:
+    with torch.no_grad():
+        model(ids, **pass_cache(cache))
+
+
+@pytest.mark.parametrize("kind", ["dynamic int8", "InArray"])
+def test_nothing_is_handed_to_another_checkpoint(kind: str, tmp_path: Path) -> None:
+    one, other = map(KINDS[kind], (0, 1))
+    first, second = (QAdACache(model, moments="random-tokens").options.other_moments for model in (one, other))
+    assert not torch.equal(first.mean, second.mean)
+    ids, store = prompt(300)[0], PrefixStore(tmp_path / "store")
+    cache = QAdACache(one, **EXACT)
+    read(one, ids, cache)
+    assert store.keep(cache, ids) == 300
+    assert store.cache(KINDS[kind](0), ids, **EXACT).get_seq_length() == 299
+    assert store.cache(other, ids, **EXACT).get_seq_length() == 0
+    cache.save(tmp_path / "cache")
+    assert QAdACache.load(tmp_path / "cache", KINDS[kind](0)).get_seq_length() == 300
+    with pytest.raises(ValueError, match="another model"):
+        QAdACache.load(tmp_path / "cache", other)
+
+
+def test_weights_that_cannot_be_told(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is kept or found under their name, and words say so."""
+    model, ids = replaced(Opaque, 0), prompt(300)[0]
+    with pytest.raises(UntoldWeightsError, match=r"layers.0.self_attn.k_proj keeps some where they cannot be read"):
+        identity.sample(model)
+    first = QAdACache(model).options.other_moments
+    assert QAdACache(model).options.other_moments is first  # of this very model
+    assert QAdACache(replaced(Opaque, 1)).options.other_moments is not first
+    assert not folder.exists()
+    assert "key moments of this model are not kept" in caplog.text
+    store, cache = PrefixStore(tmp_path / "store"), QAdACache(model, **EXACT)
+    read(model, ids, cache)
+    assert store.keep(cache, ids) == 0
+    assert "prompts of this model are not kept" in caplog.text
+    cache.save(tmp_path / "cache")
+    assert "load with config= alone" in caplog.text
+    with pytest.raises(ValueError, match=r"cannot be told .* give config=model.config instead"):
+        QAdACache.load(tmp_path / "cache", model)
+    with pytest.raises(ValueError, match="its weights are not"):
+        QAdACache.load(tmp_path / "cache", tiny())
+    assert QAdACache.load(tmp_path / "cache", config=model.config).get_seq_length() == 300
+
+
+def test_weights_in_a_function(folder: Path) -> None:
+    """Of a layer that was left without any."""
+    model = tiny()
+    linear = model.model.layers[0].mlp.up_proj
+    weight = linear.weight
+    linear.weight, linear.forward = None, lambda states: nn.functional.linear(states, weight)
+    with pytest.raises(UntoldWeightsError, match=r"layers.0.mlp.up_proj"):
+        identity.sample(model)
+
+
+def test_offloaded_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """What is kept of one is the other's."""
+    whole = identity.digest(tiny())
+    assert identity.digest(cpu_offload(tiny(), CPU)) == whole
+    assert identity.digest(disk_offload(tiny(), tmp_path / "disk", CPU)) == whole
+    assert identity.digest(cpu_offload(tiny(seed=1), CPU)) != whole
+
+
+def test_adapters_count() -> None:
+    """Those that are active, as peft's layers name them: their weights are there in any case."""
+    model = tiny()
+    plain, layer = identity.sample(model), model.model.layers[0].self_attn.k_proj
+    layer.merged_adapters, layer.active_adapters, layer.scaling = [], ["one"], {"one": 2.0}
+    one = identity.sample(model)
+    layer.active_adapters = ["other"]
+    other = identity.sample(model)
+    layer.disable_adapters = True
+    disabled = identity.sample(model)
+    assert not any(identity.is_same(*pair) for pair in ((plain, one), (one, other), (other, disabled)))
+
+
+def test_hooks_hear_nothing() -> None:
+    """Of what layers are asked."""
+    model, calls = dynamic_int8(0), []
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: calls.append(args))
+    assert identity.sample(model) == identity.sample(dynamic_int8(0))
+    assert calls == []
+
+
+@torch.no_grad()
+def test_plain_models_keep_their_identity() -> None:
+    """Files that earlier versions kept are found."""
+    model = tiny()
+    for weight in model.parameters():
+        weight.copy_(torch.linspace(-1, 1, weight.numel()).view(weight.shape))
+    model.model.norm.weight.fill_(1 / 3)
+    model.model.layers[0].to(torch.bfloat16)
+    assert hashlib.sha256("".join(identity.sample(model)).encode()).hexdigest()[:16] == "09c14f45466a5ba6"
