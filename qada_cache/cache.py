@@ -142,7 +142,7 @@ class QAdACache(WatchedCache):
         self._bar, self._decode_graph = ReadingBar(), make_graph(options, managed)
         following = None
         for index in reversed(ours):
-            self.layers[index] = following = QAdALayer(self._shared, index, following)
+            self.layers[index] = following = support.make_layer(self._shared, index, following)
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
         attention.switch_on(text_config, model)

@@ -194,7 +194,7 @@ def describe_stats(cache: DynamicCache, options: Options, model_type: str) -> st
     """A cache in one line."""
     criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
     other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
-    moments = " and ".join(["current"] * options.current_moments + other)
+    moments = " and ".join(["current"] * options.current_moments + other) or "none"
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     tokens += f"{options.bulk_bits} bits, " if options.codes_tokens else ""
