@@ -174,7 +174,7 @@ class Bulk(RowTensors):
         if self.offloaded:
             capacity = -(-(need + 1) // GRANULE) * GRANULE
             sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in self.tensors]
-            room = min(transfers.count_pinned(capacity * size) // size for size in sizes)
+            room = min(transfers.count_pinned(capacity * size) // size for size in sizes if size)
             capacity = room // GRANULE * GRANULE
         else:
             growths = math.ceil(math.log(tokens / GRANULE, self.growth) - share) + share
