@@ -183,7 +183,7 @@ def _attend(
     config = cast(PreTrainedConfig, module.config)  # a look into it takes as long as a small product: not at every call
     try:
         _check_supported(module, layer, queries, kwargs, first=first)
-        if isinstance(layer, LatentLayer) and layer.seen == queries:
+        if isinstance(layer, LatentLayer):
             layer.check_module(module, key, value)
         told = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
         is_bool = told is mask and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool

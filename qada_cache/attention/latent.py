@@ -73,7 +73,8 @@ class LatentLayer(QAdALayer):
     def reset(self) -> None:
         """Drop all tokens and counters."""
         super().reset()
-        self.reads_weight = False  # whether the module's weight is laid out as projections are, if nothing else counts
+        self.checked: Any = None  # weak reference to the module that `check_module` took last
+        self.reads_weight = False  # whether its weight is laid out as projections are, if nothing else counts
 
     @property
     def sizes(self) -> LatentSizes:
@@ -124,9 +125,11 @@ class LatentLayer(QAdALayer):
         return torch.allclose(last, rotary.to(last), rtol=0, atol=0, equal_nan=True)
 
     def check_module(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
-        """Raise NotImplementedError, unless this module's keys and values of a text's first call are what it expands
-        latents to. Then note whether its weight says how."""
+        """Raise NotImplementedError, unless keys and values of this module's first call are what it expands latents to.
+        Then note whether its weight says how."""
         assert self.incoming is not None
+        if self.checked is not None and self.checked() is module:
+            return
         latent, rotary = self.incoming[:, :, -PROBED:].split(self.sizes, dim=-1)
         wanted = key[:, :, -PROBED:], value[:, :, -PROBED:]
         plain = is_plain(module)
@@ -143,6 +146,7 @@ class LatentLayer(QAdALayer):
             wide = latent.to(by.keys.dtype)
             made = [_add(wide @ part.mT, bias) for part, bias in ((by.keys, by.key_bias), (by.values, by.value_bias))]
             self.reads_weight = _is_alike((made[0], made[1]), (wanted[0][..., :nope], wanted[1]), None)
+        self.checked = weakref.ref(module)
 
 
 def find_expanding_layer(module: nn.Module, key: Tensor) -> LatentLayer | None:

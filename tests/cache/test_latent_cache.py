@@ -65,6 +65,7 @@ def test_copies_files_and_crops(model: PreTrainedModel, tmp_path: Path) -> None:
         got = torch.cat(found, dim=1)
         wanted = got if wanted is None else wanted
         assert_near(model, got, wanted)
+    assert all(layer.reads_weight for each in others for layer in each.layers)
     assert torch.equal(
         before, QAdACache.load(tmp_path / "cache", model).layers[1].store.copy_tokens(slice(0, 1), 0, 170)[0]
     )
