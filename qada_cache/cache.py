@@ -143,7 +143,7 @@ class QAdACache(WatchedCache):
         self._shared = Shared(tuned_choice.apply_tuned(options, managed, left_open), managed)
         self._bar, self._decode_graph = ReadingBar(), make_graph(options, managed)
         for index in ours:
-            self.layers[index] = QAdALayer(self._shared, index)
+            self.layers[index] = support.make_layer(self._shared, index)
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
         attention.switch_on(text_config, model)

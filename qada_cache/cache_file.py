@@ -32,6 +32,7 @@ _KINDS: dict[str, Any] = {"model": dict, "weights": (list, type(None)), "dtypes"
 _IDENTITY = (
     *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
     *("vocab_size", "rope_parameters", "layer_types", "sliding_window", "linear_conv_kernel_dim"),
+    *("kv_lora_rank", "qk_rope_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 )
 

@@ -11,6 +11,7 @@ from .attention.decode import attend_adaptively, find_kernel, takes_turns
 from .attention.libraries import list_libraries
 from .cache import QAdACache
 from .kernels import partial_attention
+from .kernels.cpu import prompt
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
 from .key_moments.prompts import PROMPTS
@@ -62,14 +63,19 @@ def prepare(
     shared = QAdACache(model, moments=moments, **options)._shared
     if not shared.model.layers:
         return
+    devices = {find_inputs_device(model), *(weight.device for weight in model.parameters())}
+    if shared.model.latents is not None:
+        for device in devices:
+            _build_latent_kernels(device, model.dtype, shared)
+        return
     _, heads, kv_heads, dim = read_sizes(shared.model.config)
     others = shared.options.other_moments
     seen = shared.options.query_energies if others is None else others
-    if seen is not None:  # configs of some models, with latent attention, have other numbers
+    if seen is not None:  # configs of some models have other numbers
         _, kv_heads, dim = seen.shape
     value_dim, group = getattr(shared.model.config, "v_head_dim", None) or dim, heads // kv_heads
     kv_heads //= shared.model.shard.size
-    for device in {find_inputs_device(model), *(weight.device for weight in model.parameters())}:
+    for device in devices:
         if device.type in ("cpu", "cuda"):
             _build_kernels(device, model.dtype, shared, kv_heads=kv_heads, group=group, dim=dim, value_dim=value_dim)
 
@@ -103,3 +109,15 @@ def _build_kernels(
     if kernel is None or options.audit_every:
         bulk = store.bulk.keys.to(device), store.bulk.values.to(device)
         partial_attention(query.view(1, kv_heads, group, dim), *bulk, scaling=1.0, kernels=options.kernels)
+
+
+def _build_latent_kernels(device: torch.device, dtype: torch.dtype, shared: Shared) -> None:
+    """Likewise for layers of latents, whose prompts are expanded: attention over these, and that of two tokens."""
+    config, sizes, kernels = shared.model.config, shared.model.latents, shared.options.kernels
+    assert sizes is not None
+    if kernels != "torch" and device.type == "cpu" and dtype in prompt.NUMBERS:
+        prompt.build(config.qk_nope_head_dim + sizes.rope, config.v_head_dim, dtype)
+    latents = torch.zeros(1, 1, MIN_TOKENS, sizes.dim, dtype=dtype, device=device)
+    for tokens in (1, 2):
+        states = latents.new_zeros(1, 1, config.num_attention_heads * tokens, sizes.dim)
+        partial_attention(states, latents, latents, scaling=1.0, kernels=kernels)

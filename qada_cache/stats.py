@@ -112,12 +112,16 @@ class CacheStats:
         return self.prompt_read_pairs / self.prompt_pairs if self.prompt_pairs else math.nan
 
     def __str__(self) -> str:
+        decided = "no adaptive steps"
+        if self.steps:
+            decided = (
+                f"{self.steps} adaptive steps: query heads local {self.sparsity:.1%}, KV heads local "
+                f"{self.kv_sparsity:.1%}, {self.read_share:.1%} of the bulk's bytes read"
+            )
         prompts = f", {self.prompt_read_share:.1%} of the pairs of prompts computed" if self.prompt_pairs else ""
         return (
-            f"{self.tokens} tokens, {self.steps} adaptive steps: query heads local {self.sparsity:.1%}, KV heads "
-            f"local {self.kv_sparsity:.1%}, {self.read_share:.1%} of the bulk's bytes read; device "
-            f"{self.device_bytes / 2**20:.1f} MiB, host {self.host_bytes / 2**20:.1f} MiB, read "
-            f"{self.bulk_read_bytes / 2**20:.1f} MiB{prompts}"
+            f"{self.tokens} tokens, {decided}; device {self.device_bytes / 2**20:.1f} MiB, host "
+            f"{self.host_bytes / 2**20:.1f} MiB, read {self.bulk_read_bytes / 2**20:.1f} MiB{prompts}"
         )
 
 
@@ -201,7 +205,7 @@ def describe_stats(cache: DynamicCache, options: Options, model_type: str) -> st
     """A cache in one line."""
     criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
     other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
-    moments = " and ".join(["current"] * options.current_moments + other)
+    moments = " and ".join(["current"] * options.current_moments + other) or "none"
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     tokens += f"{options.bulk_bits} bits, " if options.codes_tokens else ""

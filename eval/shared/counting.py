@@ -36,10 +36,13 @@ def count_read_bytes(cache: Cache, name: str, steps: int) -> float:
         return float(sum(count_held(cache)))
     near = sum(layer.store.near_keys.nbytes + layer.store.near_values.nbytes for layer in cache.layers)
     stats = cache.stats()
-    return near + (stats.bulk_read_bytes + stats.sketch_read_bytes) / steps
+    return near + (stats.bulk_read_bytes + stats.sketch_read_bytes + stats.streamed_bytes) / steps
 
 
 def count_bus_bytes(cache: Cache, steps: int) -> float:
     """Of these, what came over the bus to an accelerator."""
     held = count_held(cache)[1]  # of which DynamicCache moves all
-    return cache.stats().bulk_read_bytes / steps if held and isinstance(cache, QAdACache) else float(held)
+    if not held or not isinstance(cache, QAdACache):
+        return float(held)
+    stats = cache.stats()
+    return (stats.bulk_read_bytes + stats.streamed_bytes) / steps

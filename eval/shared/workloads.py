@@ -12,8 +12,6 @@ from transformers import (
     AutoTokenizer,
     Cache,
     DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     QuantizedCache,
@@ -24,20 +22,14 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from eval.shared import language_model
 from eval.shared.graphed import GraphedStaticCache
+from eval.shared.random_models import GEOMETRIES, LATENT_GEOMETRIES, make_model
 from qada_cache import QAdACache, StaticHeads
+from qada_cache.attention.latent import LatentLayer
 from qada_cache.key_moments.prompts import knows
+from qada_cache.models.latent import find_latent_sizes
 from qada_cache.tuning.measuring import read_default_text
 from qada_cache.versions import pass_cache
 
-# hidden, MLP, layers, query heads, KV heads, dim of a head, vocabulary
-GEOMETRIES = {
-    "tiny": (256, 512, 4, 8, 4, 64, 1024),
-    "small": (128, 256, 16, 4, 2, 32, 1024),  # of so many layers that what a layer's step costs beside computing shows
-    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 64, 128256),
-    "llama-3-8b": (4096, 14336, 32, 32, 8, 128, 128256),
-    "qwen2-7b": (3584, 18944, 28, 28, 4, 128, 152064),
-    "mistral-7b": (4096, 14336, 32, 32, 8, 128, 32000),
-}
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.34, 1.0)
 FEW_FRACTIONS = (0.0, 0.1, 1.0)  # on an accelerator, where each is timed with the bulk in three places
 TOKEN_SHARE = 0.05  # of the bulk's tokens, what every head reads in the row that is named after it
@@ -46,52 +38,13 @@ RESIDENT_TOKENS = f"QAdACache resident tokens={TOKEN_SHARE:g}"
 CUDNN = "DynamicCache, cuDNN attention"
 
 
-def make_model(
-    name: str, *, dtype: torch.dtype, device: torch.device, positions: int, seed: int = 0
-) -> PreTrainedModel:
-    """A Llama of the geometry `name` in eval mode; its scores are peaked enough to tell a right attention from a wrong.
-
-    Qwen2's and Mistral's own layers differ from Llama's by biases at most: for timing they are the same.
-    """
-    hidden, mlp, layers, heads, kv_heads, dim, vocabulary = GEOMETRIES[name]
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=dim,
-        vocab_size=vocabulary,
-        max_position_embeddings=positions,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=vocabulary > 100_000 and hidden < 4096,
-        dtype=dtype,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)
-    model = model.to_empty(device=device).eval()
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name_of, weight in model.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0)
-            else:
-                weight.normal_(
-                    0.0, (1.5 if "q_proj" in name_of else 1.0) * weight.shape[-1] ** -0.5, generator=generator
-                )
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers are no weights
-    return model
-
-
 @dataclass(frozen=True)
 class Work:
     """What every method does.
 
     Args:
         model: in eval mode.
-        states: keys and values `[batch, kv_heads, tokens, dim]` of every layer.
+        states: keys and values `[batch, kv_heads, tokens, dim]` of every layer, or latents and rotary channels.
         inputs: tokens to decode `[batch, steps]`, after the context.
         warm_up: of them, the first ones, which are not timed.
         read: whether the model itself has read the context, so that its heads' own decisions mean something.
@@ -120,12 +73,14 @@ def make_random_work(model: PreTrainedModel, *, tokens: int, batch: int, steps: 
     """Random keys and values, put into the cache without prefill."""
     config = model.config
     generator = torch.Generator(model.device).manual_seed(seed)
-    shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
+    latents = find_latent_sizes(config)
+    heads, dims = (config.num_key_value_heads, (config.head_dim,) * 2) if latents is None else (1, tuple(latents))
 
-    def make() -> Tensor:
-        return torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype)
+    def make(dim: int) -> Tensor:
+        size = (batch, heads, tokens, dim)
+        return torch.randn(size, generator=generator, device=model.device, dtype=model.dtype)
 
-    states = [(make(), make()) for _ in range(config.num_hidden_layers)]
+    states = [(make(dims[0]), make(dims[1])) for _ in range(config.num_hidden_layers)]
     inputs = torch.arange(batch)[:, None] + torch.arange(warm_up + steps)
     inputs = inputs.to(model.device) % config.vocab_size
     return Work(model, states, inputs, warm_up, False, seed)
@@ -184,7 +139,7 @@ def load(
     Raises:
         OSError, ValueError: there is no such model.
     """
-    if name in GEOMETRIES:
+    if name in GEOMETRIES or name in LATENT_GEOMETRIES:
         return make_model(name, dtype=dtype, device=device, positions=positions), make_random_work, None
     where = language_model.find_source(name)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).to(device).eval()
@@ -196,7 +151,7 @@ def load(
 
 
 PRETRAINED = f"{language_model.DEFAULT}, a path or Hub repository, or a GGUF file"
-MODEL_HELP = f"sizes by name ({', '.join(GEOMETRIES)}), {PRETRAINED}"
+MODEL_HELP = f"sizes by name ({', '.join((*GEOMETRIES, *LATENT_GEOMETRIES))}), {PRETRAINED}"
 
 
 def fill(cache: Cache, work: Work) -> Cache:
@@ -204,6 +159,8 @@ def fill(cache: Cache, work: Work) -> Cache:
     for index, (keys, values) in enumerate(work.states):
         if isinstance(cache, QAdACache):
             layer = cache.layers[index]
+            if isinstance(layer, LatentLayer):
+                keys, values = torch.cat((keys, values), dim=-1), keys[..., :0]
             layer.lazy_initialization(keys, values)
             layer.store.absorb(keys, values, None)
             layer.seen = work.tokens
@@ -231,6 +188,8 @@ def find_token_threshold(work: Work, share: float) -> float:
 
     Random keys have no tokens that matter, so that no threshold means anything beside the share it gives.
     """
+    if find_latent_sizes(work.model.config) is not None:
+        return 0.0  # everything is read
     low, high = math.log(1e-3), math.log(1e3)
     told = {"criterion": flag_heads(work, 1.0), "offloading": False}  # copies of pinned memory would take long
     cache = fill(QAdACache(work.model, token_threshold=1.0, **told), work)
@@ -259,6 +218,10 @@ def list_methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
     made: dict[str, Callable[[], Cache]] = {
         "DynamicCache": lambda: DynamicCache(config=config),
         "StaticCache": lambda: StaticCache(config=config, max_cache_len=room),
+    }
+    if find_latent_sizes(config) is not None:  # all of which is read
+        return _fill_each(work, made | {"QAdACache": lambda: QAdACache(model)})
+    made |= {
         "sinks + window": lambda: ours(criterion="local"),
         "always bulk": lambda: ours(criterion="dense"),
     }
@@ -290,5 +253,10 @@ def list_methods(work: Work, theta: float) -> dict[str, Callable[[], Cache]]:
     if work.read:
         made["QAdACache, whole heads"] = ours
         made["QAdACache"] = lambda: QAdACache(model)
+    return _fill_each(work, made)
+
+
+def _fill_each(work: Work, made: dict[str, Callable[[], Cache]]) -> dict[str, Callable[[], Cache]]:
+    """These, filled when they are called for, and one that stays empty."""
     filled = {name: lambda make=make: fill(make(), work) for name, make in made.items()}
-    return {"no context": lambda: DynamicCache(config=config), **filled}
+    return {"no context": lambda: DynamicCache(config=work.model.config), **filled}

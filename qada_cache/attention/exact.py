@@ -13,6 +13,7 @@ from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.padding import find_real_tokens
 from ..storage.reading import stream
+from .latent import LatentAttention, LatentLayer
 
 
 def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
@@ -51,13 +52,14 @@ def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tenso
     """Exact attention of new tokens over everything cached and, causally or by a mask, over themselves.
 
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
-    `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`. The result is `[batch, heads, tokens,
-    value_dim]` in the query's dtype, zeros for padding.
+    `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`, expanded ones of a `LatentLayer`. The result
+    is `[batch, heads, tokens, value_dim]` in the query's dtype, zeros for padding.
     """
     states, valid, visible, sink_logits = query.states, query.valid, query.visible, query.sink_logits
     result = states.new_zeros(*states.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
     batch, heads = states.shape[:2]
+    latents = LatentAttention(layer, store, query, value.shape[-1]) if isinstance(layer, LatentLayer) else None
     kwargs: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
         real = slice(None) if valid is None else find_real_tokens(valid, rows.start, states.device)
@@ -72,6 +74,10 @@ def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tenso
         out, lse = partial_attention(new_query, *own, mask=mask, causal=mask is None, **kwargs)
         if sink_logits is not None:
             out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
+        if latents is not None:
+            out, lse = merge_partials(out, lse, *latents.attend(rows, new_query))
+            result[rows, :, real] = out.to(states.dtype)
+            continue
         out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])
         for keys, values in store.view_near(rows):
             out, lse = merge_partials(out, lse, *partial_attention(grouped_queries, keys, values, **kwargs))

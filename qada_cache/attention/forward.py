@@ -29,6 +29,7 @@ from . import generation
 from .block_mask import read_block_mask
 from .decode import attend_adaptively
 from .exact import attend_exactly, attend_to_prompt
+from .latent import LatentLayer, find_expanding_layer, is_expanding
 from .libraries import build_for_prompt
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -132,7 +133,10 @@ def attention_forward(
     another model; ValueError at a mask this cache cannot follow.
     """
     kwargs.update(scaling=scaling, dropout=dropout)
-    if (layer := getattr(key, "_qada_layer", None)) is None:
+    layer = getattr(key, "_qada_layer", None)
+    if layer is None and is_expanding():
+        layer = _find_latent_layer(module, key)
+    if layer is None:
         if not torch.compiler.is_compiling():
             generation.warn_of_unused(module, key.shape[-2])
         return base(module, query, key, value, attention_mask, **kwargs)
@@ -155,6 +159,9 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
     return padding if plain and fits and fewest <= kwargs.get("q_length", 1) < tokens else base(**kwargs)
 
 
+_find_latent_layer = outside_graphs(find_expanding_layer)
+
+
 @outside_graphs
 def _attend(
     layer: QAdALayer,
@@ -167,7 +174,8 @@ def _attend(
     kwargs: dict,
 ) -> tuple[Tensor, Tensor | None]:
     """`attention_forward` for keys that a layer of a QAdACache handed out."""
-    if layer.store is None or layer.incoming is not key:  # a layer without a store has handed out nothing
+    # A layer without a store has handed out nothing.
+    if layer.store is None or (new := layer.find_new(key, value)) is None:
         raise NotImplementedError(
             f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
             "which QAdACache does not support: use transformers.DynamicCache for this model"
@@ -177,6 +185,8 @@ def _attend(
     config = cast(PreTrainedConfig, module.config)  # a look into it takes as long as a small product: not at every call
     try:
         _check_supported(module, layer, queries, kwargs, first=first)
+        if isinstance(layer, LatentLayer):
+            layer.check_module(module, key, value)
         told = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
         is_bool = told is mask and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
         if is_bool and (name := config._attn_implementation) in ("eager", "flex_attention"):
@@ -218,20 +228,20 @@ def _attend(
             work = partial(attend_exactly, layer, layer.store, asked, key, value)
         else:
             layer.store.bulk.settle()
-            layer.store.append(key, value, valid, write=False)
-            asked.unstored = (key, value) if valid is None else None
+            layer.store.append(*new, valid, write=False)
+            asked.unstored = new if valid is None else None
             work = partial(attend_adaptively, layer, layer.store, asked)
         with suspend_autocast(query.device):
             out = layer.shared.placement.retry(work, query.device)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
     if empty or long:
         layer.last_step.forget()
-        layer.store.absorb(key, value, valid)
+        layer.store.absorb(*new, valid)
         if query.device.type == "cpu":
             trim_growth()
     elif exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
         layer.last_step.forget()
-        layer.store.append(key, value, valid)
+        layer.store.append(*new, valid)
     layer.incoming = None
     return out, None
 

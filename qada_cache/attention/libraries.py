@@ -48,6 +48,8 @@ def list_libraries(
 def build_for_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor, tokens: int) -> None:
     """Start building what is not there yet, in the background, as the first layer begins to read a text whose prompt
     ends with token `tokens`, padding included: if its bulk will be one that kernels decode from."""
+    if layer.shared.model.latents is not None:  # which nobody decides about
+        return
     states, batch = query.states, len(key)
     bulk = tokens - min(layer.padding.count_by_row(batch)) - layer.options.local_tokens
     if bulk < cpu.MIN_TOKENS or not states.is_cpu or not states.dtype == key.dtype == value.dtype:

@@ -19,10 +19,13 @@ from ..key_moments.defaults import combine_sources, find_energies, resolve_momen
 from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import read_rope_settings
 from ..models import find_full_attention_config, read_sizes
+from ..models.latent import find_latent_sizes
 from ..models.sharding import find_shard
 from ..sketch.coded import RecordLayout
-from ..state import DEFAULT_BITS, ManagedModel, Options
+from ..state import DEFAULT_BITS, ManagedModel, Options, Shared
+from ..state.layer import QAdALayer
 from ..versions import find_missing
+from .latent import LatentLayer, read_everything
 
 logger = logging.get_logger(__name__)
 
@@ -95,16 +98,25 @@ def describe_model(
     """What a cache that serves these layers knows of its model, of which there may be the config alone. What
     `find_shard` refuses is refused."""
     decoder = find_text_config(model, config)
-    managed = ManagedModel(decoder.model_type, config=decoder, whole_config=config, layers=tuple(layers))
+    latents = find_latent_sizes(decoder) if layers else None
+    told: dict[str, Any] = {"whole_config": config, "layers": tuple(layers), "latents": latents}
+    managed = ManagedModel(decoder.model_type, config=decoder, **told)
     if model is None:
         return managed
     shard = find_shard(model, decoder, layers)
     return replace(managed, whole_config=model.config, dtype=model.dtype, get=weakref.ref(model), shard=shard)
 
 
+def make_layer(shared: Shared, index: int) -> QAdALayer:
+    """An empty layer of the kind that the model has."""
+    return (QAdALayer if shared.model.latents is None else LatentLayer)(shared, index)
+
+
 def resolve_options(options: Options, managed: ManagedModel) -> Options:
     """These options with the moments that they ask for, loaded or collected if they are needed. Errors are those of
-    `resolve_moments`, or a ValueError: moments or static heads are not of this model."""
+    `resolve_moments`, a ValueError: moments or static heads are not of this model, or those of `read_everything`."""
+    if managed.latents is not None:
+        return read_everything(options, managed.model_type)
     used = options.criterion == "gaussian" and bool(managed.layers)
     current, other = resolve_moments(
         options.moments, model=managed.get(), config=managed.whole_config, used=used, shard=managed.shard

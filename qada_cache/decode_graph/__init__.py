@@ -47,6 +47,8 @@ def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
             "cannot go before the forward function that another library gave this model (accelerate's device_map "
             "does): load it on one device without, or build the cache without cuda_graph"
         )
+    elif managed.latents is not None:
+        why = "holds no steps of latent attention: build the cache without cuda_graph"
     elif managed.shard is not UNSHARDED:
         why = "holds no steps of a model that processes share: build the cache without cuda_graph"
     if why and asked:

@@ -7,6 +7,8 @@ from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from .latent import find_latent_sizes
+
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -64,3 +66,11 @@ def read_sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return config.num_hidden_layers, heads, kv_heads, dim
+
+
+def read_token_sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """`(kv_heads, dim, value_dim)` of a token as it is stored by the layers that are served."""
+    if (latents := find_latent_sizes(config)) is not None:
+        return 1, latents.dim, 0
+    _, _, kv_heads, dim = read_sizes(config)
+    return kv_heads, dim, getattr(config, "v_head_dim", None) or dim

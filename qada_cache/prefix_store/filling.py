@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import QAdACache
-from ..models import find_inputs_device, read_sizes
+from ..models import find_inputs_device, read_token_sizes
 from ..sketch import Layout
 from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
@@ -98,8 +98,7 @@ def has_shapes(model: PreTrainedModel, options: Options, count: int, layers: Lay
     """Whether `layers` fit: keys and values have the shapes and dtype of the model, which has `count` layers, and codes
     of the sketch, if there are any, have the layout of `options`."""
     config = model.config.get_text_config(decoder=True)
-    _, _, kv_heads, dim = read_sizes(config)
-    value_dim = getattr(config, "v_head_dim", None) or dim
+    kv_heads, dim, value_dim = read_token_sizes(config)
     layout = Layout.from_bits(dim, options.sketch_bits)
     return len(layers) == count and all(
         (layer["keys"].shape[0], layer["keys"].shape[2], layer["values"].shape[2]) == (kv_heads, dim, value_dim)

@@ -14,6 +14,7 @@ from ..criterion import CRITERIA, GROUP_RULES, StaticHeads
 from ..kernels import choice
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import CURRENT, MomentsSource, split_sources
+from ..models.latent import LatentSizes
 from ..models.sharding import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
 from ..sketch.coded import RUNGS
@@ -147,6 +148,7 @@ class ManagedModel:
     dtype: torch.dtype | None = None  # the model's; None if the cache was built with a config alone
     get: Callable[[], PreTrainedModel | None] = lambda: None  # the model, weakly; None likewise, or if it is gone
     layers: tuple[int, ...] = ()  # indices of the full-attention layers, served by the cache itself
+    latents: LatentSizes | None = None  # if these layers cache latents
     shard: HeadShard = UNSHARDED  # this process's part of their heads
 
     def __deepcopy__(self, memo: dict) -> "ManagedModel":

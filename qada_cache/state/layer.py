@@ -144,6 +144,10 @@ class QAdALayer(DynamicLayer):
         self.seen += key_states.shape[-2]
         return tagged, value_states
 
+    def find_new(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What is stored of the tokens that attention is called with; None, if they were not handed out last."""
+        return (key, value) if self.incoming is key else None
+
     def check_rows(self, rows: int) -> None:
         """Raise RuntimeError if these are none, or not as many as are held."""
         held = rows if self.store is None else self.store.batch
@@ -247,8 +251,9 @@ def _is_put_in() -> bool:
 
 
 def find_adaptive_tokens(layers: Iterable[Any], window: int) -> int:
-    """The least of a cache's window and of `adaptive_tokens` of those of its layers that are ours, if any are."""
-    return min([window, *(layer.adaptive_tokens for layer in layers if isinstance(layer, QAdALayer))])
+    """The least of a cache's window and of `adaptive_tokens` of those of its layers that decide, if any do."""
+    ours = [layer.adaptive_tokens for layer in layers if isinstance(layer, QAdALayer)]
+    return min([window, *filter(None, ours)])
 
 
 def check_crop(tokens_to_remove: Any) -> int:

@@ -75,7 +75,7 @@ class RowTensors:
         if offloaded:
             capacity = -(-(int(tokens * GROWTH**self._growth_share) + 1) // GRANULE) * GRANULE
             sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in self.tensors]
-            room = min(transfers.count_pinned(capacity * size) // size for size in sizes)
+            room = min(transfers.count_pinned(capacity * size) // size for size in sizes if size)
             return room // GRANULE * GRANULE
         share = self._growth_share
         growths = math.ceil(math.log(tokens / GRANULE, self.growth) - share) + share

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import exact, prompt, tiny
+from models import LATENT, exact, prompt, tiny
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -43,6 +43,7 @@ def dynamic(model: PreTrainedModel) -> DynamicCache:
     [
         ("llama", {"backend": "eager"}),
         pytest.param("gemma3", {"backend": "aot_eager", "dynamic": True}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"backend": "eager"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -54,7 +55,7 @@ def test_compiled_model(family: str, options: dict[str, Any]) -> None:
     assert torch.equal(got.argmax(-1), wanted.argmax(-1))
     assert (got - wanted).abs().max() < 1e-4
     assert cache.get_seq_length() == sum(LENGTHS)
-    assert cache.stats().decisions > 0
+    assert cache.stats().decisions > 0 or family in LATENT
 
 
 def test_one_graph_is_refused_in_words() -> None:

@@ -20,7 +20,7 @@ from qada_cache.kernels import choice, cpu
 from qada_cache.key_moments import defaults
 from qada_cache.models import identity
 from qada_cache.models.identity import find_tokenizer
-from qada_cache.sketch import Layout
+from qada_cache.sketch import MIN_TOKENS, Layout
 from qada_cache.state import Shared
 from qada_cache.versions import pass_cache
 
@@ -184,13 +184,26 @@ def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("moments", ["random-tokens", "current"])
 def test_a_config_that_does_not_say_how_wide_keys_are(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a model is refused in use, in words that say so, and not by shapes here."""
-    model = tiny("deepseek_v3", num_hidden_layers=1)
+    """Moments do, of the keys that there were."""
+    model = tiny(num_hidden_layers=1)
+    monkeypatch.setattr(preparing, "read_sizes", lambda config: (1, 4, 4, 5))
     seen = QAdACache(model, moments="random-tokens").options.other_moments.shape  # kept, for "current" too
     built: list[dict[str, Any]] = []
     monkeypatch.setattr(preparing, "_build_kernels", lambda *_, **sizes: built.append(sizes))
     prepare(model, moments=moments)
     assert [(1, sizes["kv_heads"], sizes["dim"]) for sizes in built] == [seen]
+
+
+def test_latents_are_attended_to_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tokens and short turns, and in prompts, whose keys are expanded. Nothing is collected, as all is read."""
+    calls: list[tuple[int, ...]] = []
+    builds: list[tuple[int, ...]] = []
+    monkeypatch.setattr(preparing, "partial_attention", lambda *given, **_: calls.extend(t.shape for t in given))
+    monkeypatch.setattr(preparing.prompt, "build", lambda *given: builds.append(given))
+    prepare(tiny("deepseek_v3"))
+    latents = [(1, 1, MIN_TOKENS, 24)] * 2  # keys, and values that are a part of them
+    assert calls == [(1, 1, 4, 24), *latents, (1, 1, 8, 24), *latents]
+    assert builds == [(16, 8, torch.float32)]
 
 
 @pytest.mark.skipif(not choice._is_installed(), reason="needs triton")

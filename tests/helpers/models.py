@@ -92,13 +92,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {"head_dim": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 2, "initializer_range": 0.1, **_HYBRID},
     ),
-    # Not supported, each for a reason of its own.
+    "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
+    # Not supported, each for a reason of its own.
+    "jetmoe": ("JetMoe", {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gptj": ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48, "rotary_dim": 4, "n_positions": 1024}),
     "gemma3n": ("Gemma3n", _SHARED),
 }
 
 
+LATENT = ("deepseek_v2", "deepseek_v3")  # whose tokens are all read exactly
 EAGER = ("gemma2", "gpt_oss", "gptj")  # transformers has no other attention for them
 
 

@@ -1,0 +1,76 @@
+"""Every model type with latent attention in every mode of decoding, at the sizes of `python -m eval.families`."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from latents import dynamic
+from models import exact, forced, generate, logits_of, prompt
+from torch import Tensor
+from transformers import CONFIG_MAPPING, Cache, PreTrainedModel
+
+from eval import families
+from qada_cache.attention.latent import LatentLayer
+
+TYPES = {
+    "axk1": "AXK1", "bailing_hybrid": "BailingHybrid", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3",
+    "glm4_moe_lite": "Glm4MoeLite", "kimi_linear": "KimiLinear", "longcat_flash": "LongcatFlash",
+    "minicpm3": "MiniCPM3", "mistral4": "Mistral4", "sarvam_mla": "DeepseekV3", "youtu": "Youtu",
+}  # fmt: skip
+MODES: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "beams": {"num_beams": 3},
+    "chunks": {"prefill_chunk_size": 17},
+    "lookup": {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1},
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(params=TYPES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    kind = getattr(transformers, f"{TYPES[request.param]}ForCausalLM", None)
+    if kind is None or request.param not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
+    with patch.dict(families._OWN, {"mistral4": {"head_dim": 2 * families.DIM}}):  # of which half the channels turn
+        config = families.make_tiny_config(CONFIG_MAPPING[request.param])
+    torch.manual_seed(0)
+    made = kind._from_config(config, attn_implementation="sdpa").eval()
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=1.5 * weight.shape[-1] ** -0.5)
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(model: PreTrainedModel, mode: str) -> None:
+    ids, mask = prompt(60) if mode == "lookup" else prompt(60, 41)
+    options = {"attention_mask": mask, "tokens": 12, "eos_token_id": None, **MODES[mode]}
+    try:
+        wanted = generate(model, ids, dynamic(model), **options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        pytest.skip(f"this transformers cannot do it with DynamicCache: {error}")
+    cache = exact(model)
+    got = generate(model, ids, cache, **options)
+    assert sum(isinstance(layer, LatentLayer) for layer in cache.layers) > 0
+    assert torch.equal(got.sequences, wanted.sequences)
+    scale = logits_of(wanted).abs().max()
+    assert (logits_of(got) - logits_of(wanted)).abs().max() <= 1e-4 * scale
+    assert cache.stats().streamed_bytes > 0
+
+
+def test_a_text_goes_on_after_a_crop(model: PreTrainedModel) -> None:
+    ids = prompt(120)[0]
+
+    def read(cache: Cache) -> Tensor:
+        forced(model, ids, [80, 1, 39], cache)
+        cache.crop(-70)
+        return forced(model, ids[:, 50:], [30, 1], cache)
+
+    if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        pytest.skip("its linear layers cannot be cropped")
+    wanted = read(dynamic(model))
+    assert (read(exact(model)) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
