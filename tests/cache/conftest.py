@@ -11,7 +11,6 @@ from qada_cache import storage
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.kernels import choice
 
-
 CHOOSE = choice.choose_kernel
 
 

@@ -1,7 +1,7 @@
 """`cuda_graph=True`: replayed steps give what computed ones give, and whatever a graph cannot hold computes as ever.
 
-On a CPU a recorder stands in for the graph (`recorded_graph.py`), and where it does not say `interpreted` a quick kernel
-for Triton's (`quick_kernel.py`); the cases marked `gpu` capture a real graph.
+On a CPU a recorder stands in for the graph (`recorded_graph.py`), and a quick kernel for Triton's (`quick_kernel.py`)
+unless a test is `interpreted`; the cases marked `gpu` capture a real graph.
 """
 
 from __future__ import annotations
