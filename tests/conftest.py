@@ -110,6 +110,17 @@ def pytest_collection_finish() -> None:
         evaluator.add_env_info = lambda _: None
 
 
+@pytest.fixture
+def builds_of_others(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A cache folder of the test's own is filled without the compiler where this run or an earlier one needed it."""
+    from compilers import build_once  # with the settings above
+
+    kept = hasattr(request.config, "cache")
+    build_once(monkeypatch, request.config.cache.mkdir("kernels") if kept else tmp_path_factory.mktemp("kernels"))
+
+
 def list_kernels(folder: Path) -> set[str]:
     return {kernel.name for kernel in folder.glob("*.so")}
 

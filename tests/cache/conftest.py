@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import pytest
+import quick_kernel
 from recorded_graph import RecordedGraph
 from stand_in import GPU
 
 from qada_cache import storage
 from qada_cache.decode_graph.capturing import GRAPHS
+from qada_cache.kernels import choice
+
+CHOOSE = choice.choose_kernel
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=GPU)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device whose graphs count their replays."""
+    """A device whose graphs count their replays. On a CPU a quick kernel computes what they hold; see `interpreted`."""
     monkeypatch.setattr(storage, "PENDING_TOKENS", 9)
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(RecordedGraph, "replays", 0)
     if request.param == "cpu":
         monkeypatch.setitem(GRAPHS, "cpu", RecordedGraph)
+        quick_kernel.serve(monkeypatch)
     else:
         real = GRAPHS["cuda"]
 
@@ -28,3 +33,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
         monkeypatch.setitem(GRAPHS, "cuda", Counted)
     return request.param
+
+
+@pytest.fixture
+def interpreted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own kernels are in the graph, on a CPU too."""
+    monkeypatch.setattr(choice, "choose_kernel", CHOOSE)

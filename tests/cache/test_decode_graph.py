@@ -1,6 +1,7 @@
 """`cuda_graph=True`: replayed steps give what computed ones give, and whatever a graph cannot hold computes as ever.
 
-On a CPU a recorder stands in for the graph (`recorded_graph.py`); the cases marked `gpu` capture a real one.
+On a CPU a recorder stands in for the graph (`recorded_graph.py`), and a quick kernel for Triton's (`quick_kernel.py`)
+unless a test is `interpreted`; the cases marked `gpu` capture a real graph.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from graphed import decode, make
-from models import prompt, tiny
+from models import generate, logits_of, prompt, tiny
 from recorded_graph import RecordedGraph
 from stand_in import accelerator
+from transformers import PreTrainedModel
 from uses import Use, copied_and_saved, cropped, one_shot, padded, rows, used_again
 
 from qada_cache import QAdACache, restore_attention, storage
@@ -38,14 +40,29 @@ def describe(cache: QAdACache) -> dict[str, Any]:
     return {name: getattr(stats, name) for name in kept if hasattr(stats, name)} | shares
 
 
-QUICK = [("whole heads", one_shot)]
-SLOW = [("exact", one_shot), ("other moments", one_shot), ("by head", one_shot)]
-SLOW += [("whole heads", use) for use in (padded, cropped, rows, used_again, copied_and_saved)]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+def brief(model: PreTrainedModel, cache: QAdACache, folder: Path) -> torch.Tensor:
+    """As `one_shot`: past a flush to the replays behind it."""
+    return logits_of(generate(model, prompt(90)[0], cache, tokens=16))
+
+
+CASES: list[tuple[str, Use]] = [(name, one_shot) for name in OPTIONS]
+CASES += [("whole heads", use) for use in (padded, cropped, rows, used_again, copied_and_saved)]
+INTERPRETED = [("whole heads", brief), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 
 
 @pytest.mark.parametrize(("name", "use"), CASES)
 def test_outputs_and_counts_are_those_of_computed_steps(name: str, use: Use, device: str, tmp_path: Path) -> None:
+    check_outputs_and_counts(name, use, device, tmp_path)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize(("name", "use"), INTERPRETED)
+def test_of_tritons_kernels_too(name: str, use: Use, device: str, tmp_path: Path) -> None:
+    check_outputs_and_counts(name, use, device, tmp_path)
+
+
+def check_outputs_and_counts(name: str, use: Use, device: str, tmp_path: Path) -> None:
     model = tiny().to(device)
     plain, graphed = (make(model, **OPTIONS[name], cuda_graph=on) for on in (False, True))
     expected = use(model, plain, tmp_path)
@@ -58,6 +75,7 @@ def test_outputs_and_counts_are_those_of_computed_steps(name: str, use: Use, dev
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("bits", [16, 8])
 @torch.inference_mode()
 def test_selected_tokens(bits: int, device: str) -> None:

@@ -26,7 +26,7 @@ from qada_cache.profile import profile
 from qada_cache.tuned_choice import Thresholds
 from qada_cache.tuning.measuring import cut, measure
 
-TOKENS = 12
+TOKENS = 6
 HOST = torch.device("cpu")
 Found = list[Any]  # tensors, and figures
 

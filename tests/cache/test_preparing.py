@@ -11,12 +11,14 @@ import torch
 from compilers import needs_compiler
 from models import prompt, tiny
 from readable import english_tokenizer, readable_model
+from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import warning_once
 from transformers.utils.quantization_config import GgufConfig
 
 from qada_cache import QAdACache, prepare, preparing
 from qada_cache.kernels import choice, cpu
+from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.key_moments import defaults
 from qada_cache.models import identity
 from qada_cache.models.identity import find_tokenizer
@@ -25,6 +27,9 @@ from qada_cache.state import Shared
 from qada_cache.versions import pass_cache
 
 LONG = 1400  # tokens, of which enough are bulk for the CPU's kernel
+
+
+pytestmark = pytest.mark.usefixtures("builds_of_others")
 
 
 @pytest.fixture(autouse=True)
@@ -208,10 +213,18 @@ def test_latents_are_attended_to_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not choice._is_installed(), reason="needs triton")
 def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the trials that first steps would make, before there is a sketch and with it; here by Triton's interpreter."""
-    from qada_cache.kernels.triton import kernels
+    """By the trials that first steps would make, before there is a sketch and with it; the kernels are idle."""
+    from qada_cache.kernels import triton
+    from qada_cache.kernels.triton import kernels, turn
+
+    def idle(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
+        batch, heads, queries, _ = query.states.shape
+        flags = torch.ones(batch, layer.kv_heads, heads // layer.kv_heads, queries, dtype=torch.bool)
+        return query.states.new_zeros(batch, heads, queries, layer.near_values.shape[3]), flags
 
     tried: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton, "fused_decode", idle)
+    monkeypatch.setattr(turn, "fused_turn", idle)
     monkeypatch.setattr(kernels, "INTERPRETED", True)
     monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(choice.compiled_decode, "supports", lambda *_: False)

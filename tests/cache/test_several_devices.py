@@ -48,11 +48,13 @@ def text(seed: int = 0, tokens: int = 300) -> Tensor:
 
 
 @torch.no_grad()
-def greedy(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, mask: Tensor | None = None) -> list[list[int]]:
-    """24 tokens of each row."""
+def greedy(
+    model: PreTrainedModel, ids: Tensor, cache: DynamicCache, mask: Tensor | None = None, tokens: int = 8
+) -> list[list[int]]:
+    """So many tokens of each row."""
     device, found = model.device, []
     mask = torch.ones_like(ids) if mask is None else mask
-    for _ in range(24):
+    for _ in range(tokens):
         given = {
             "attention_mask": mask.to(device),
             "position_ids": (mask.cumsum(-1) - 1)[:, -ids.shape[1] :].to(device),
@@ -69,12 +71,17 @@ def on_device(cache: QAdACache) -> list[str]:
 
 
 def same(
-    placed: PreTrainedModel, whole: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any
+    placed: PreTrainedModel,
+    whole: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor | None = None,
+    count: int = 8,
+    **options: Any,
 ) -> QAdACache:
     """Tokens and decisions on two devices are those on one; returns the cache on two."""
     options = {**SMALL, "kernels": "torch", **options}
     caches = [QAdACache(model, **options) for model in (whole, placed)]
-    tokens = [greedy(model, ids, cache, mask) for model, cache in zip((whole, placed), caches, strict=True)]
+    tokens = [greedy(model, ids, cache, mask, count) for model, cache in zip((whole, placed), caches, strict=True)]
     assert tokens[0] == tokens[1]
     stats = [cache.stats() for cache in caches]
     assert torch.equal(stats[0].local_share, stats[1].local_share)
@@ -103,7 +110,7 @@ def test_devices_without_float64(whole: PreTrainedModel, request: pytest.Fixture
         with pytest.raises(TypeError, match="has no"):
             torch.zeros(1, device=ONE).double()
         KeyMoments.collect(placed, needle.load_tokenizer(), "random-tokens", tokens=200, progress=False)
-        cache = same(placed, whole, text(), offloading=False, audit_every=1)
+        cache = same(placed, whole, text(), offloading=False, audit_every=1, count=16)
     assert cache.stats().audit.decisions > 100
 
 

@@ -6,7 +6,7 @@ brought its tensors to the right device first. Streams and pinned memory are mis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 KIND = "maia"  # torch knows the name, and comes without code for it
 
@@ -26,6 +25,9 @@ class DeviceTensor(Tensor):
     place: torch.device
     device = property(lambda self: self.place)  # type: ignore[assignment]
     is_meta = False  # type: ignore[assignment]
+
+    # What torch's own would do beside: to make results ones of this class, which `_run` does.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, here: Tensor, device: torch.device) -> DeviceTensor:
@@ -78,7 +80,7 @@ def devices(*, without: torch.dtype | None = None) -> Iterator[None]:
 
 
 def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    tensors = [value for value in _leaves((*args, *kwargs.values())) if isinstance(value, Tensor)]
     name = function._schema.name
     place = kwargs.get("device") or next((value.device for value in tensors if isinstance(value, DeviceTensor)), None)
     if name == "aten::copy_":
@@ -88,7 +90,7 @@ def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     away = place is not None and torch.device(place).type == KIND
     if away and kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    found = function(*tree_map(_here, args), **tree_map(_here, kwargs))
+    found = function(*_map(_here, args), **_map(_here, kwargs))
     known = {id(value.here): value for value in tensors if isinstance(value, DeviceTensor)}
 
     def told(value: Any) -> Any:
@@ -100,7 +102,7 @@ def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             raise TypeError(f"{name}: {place} has no {value.dtype}")
         return DeviceTensor(value, torch.device(place)) if away else value
 
-    return tree_map(told, found)
+    return _map(told, found)
 
 
 def _check_together(function: Any, name: str, tensors: list[Tensor]) -> None:
@@ -112,6 +114,23 @@ def _check_together(function: Any, name: str, tensors: list[Tensor]) -> None:
     places = {str(value.device) for value in tensors if value.dim() or isinstance(value, DeviceTensor)}
     if len(places) > 1:
         raise RuntimeError(f"{function} of tensors on {' and '.join(sorted(places))}")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Those of torch's own `tree_leaves`, for which it takes several times as long, at every operation."""
+    for part in value:
+        if isinstance(part, (tuple, list)):
+            yield from _leaves(part)
+        else:
+            yield part
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_map(change, part) for part in value])
+    if isinstance(value, dict):
+        return {name: _map(change, part) for name, part in value.items()}
+    return change(value)
 
 
 def _here(value: Any) -> Any:

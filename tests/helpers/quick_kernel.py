@@ -1,0 +1,52 @@
+"""A kernel in place of Triton's, for tests of all that is around it: its interpreter takes seconds for a few steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qada_cache.kernels import choice
+from qada_cache.kernels.operands import Operands, Query, Rows
+from qada_cache.kernels.query_adaptive import attend_near, decide, group_queries, score_near, sum_local
+from qada_cache.kernels.reference import merge_partials, softmax_average
+
+
+def quick_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
+    """As `decode_reference.decode_step`, of one query or several, of a layer without a sketch. All of it stays on the
+    device, so that a graph can hold it."""
+    assert layer.sketch is None
+    assert query.log_bulk is not None
+    # Over the whole buffer, as in a graph: a sum of other numbers is rounded elsewhere.
+    room = 0, layer.near_keys.shape[2] - rows.columns
+    rows = replace(rows, local=pad(rows.local, room), pending=pad(rows.pending, room))
+    grouped = group_queries(query, layer.kv_heads)
+    seen = (rows.local | rows.pending).any(dim=2).unsqueeze(3)
+    keys, values = (near.masked_fill(~seen, 0.0) for near in (layer.near_keys, layer.near_values))
+    scores = score_near(grouped, keys, query)
+    flags = decide(sum_local(scores, rows, None), query.log_bulk, rows, layer)
+    local = attend_near(scores, values, rows, flags)
+    columns = torch.arange(layer.bulk_keys.shape[2], device=grouped.device)
+    stored = (columns < rows.bulk_lengths[:, None])[:, None, None]
+    visible = stored & flags.flatten(2).unsqueeze(3)  # [batch, kv_heads, group * queries, tokens]
+    needed = visible.any(dim=2).unsqueeze(3)
+    keys, values = (bulk.masked_fill(~needed, 0.0) for bulk in (layer.bulk_keys, layer.bulk_values))
+    bulk = softmax_average(score_near(grouped, keys, query).flatten(2, 3).masked_fill(~visible, -torch.inf), values)
+    out, _ = merge_partials(*local, *bulk)
+    if layer.bulk_read_bytes is not None:
+        token_bytes = sum(part.shape[3] * part.element_size() for part in (keys, values))
+        layer.bulk_read_bytes += (flags.any(dim=(2, 3)) * rows.bulk_lengths[:, None]).sum() * token_bytes
+    return out.reshape(*query.states.shape[:3], -1).to(query.states.dtype), flags
+
+
+def serve(patch: pytest.MonkeyPatch) -> None:
+    """Let it compute every step."""
+
+    def choose(*_: Any, **__: Any) -> Any:
+        return quick_decode
+
+    patch.setattr(choice, "choose_kernel", choose)
