@@ -74,7 +74,9 @@ QUICK = [*((dtype, static_heads) for dtype in DTYPES), (torch.float16, collected
 REST = [(dtype, use) for use in USES for dtype in DTYPES if (dtype, use) not in QUICK]
 
 
-@pytest.mark.parametrize(("dtype", "use"), mark_rest_slow([*QUICK, *REST], len(QUICK)), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "use"), mark_rest_slow([*QUICK, *REST], len(QUICK)), ids=lambda one: getattr(one, "__name__", str(one))
+)
 def test_everything_does_the_same(dtype: torch.dtype, use: Callable, tmp_path: Path) -> None:
     with small_buffers(), small_sketch(6, 16):
         there, here = both(use, dtype, tmp_path)
