@@ -89,7 +89,7 @@ def _make_inputs(model: PreTrainedModel, module: nn.Module) -> Iterator[Tensor]:
         places = _pick_places(size)
         for dtype in dict.fromkeys((model.dtype, torch.float32)):
             given = torch.zeros(1, len(places), size, dtype=dtype, device=device)
-            given[0, torch.arange(len(places), device="cpu"), places] = 1
+            given[0, torch.arange(len(places), dtype=torch.int64, device="cpu"), places] = 1
             yield given
 
 

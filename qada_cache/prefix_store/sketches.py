@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments
-from ..sketch.codec import list_fields, quantize_segments
+from ..sketch.codec import has_whole_order, list_fields, quantize_segments
 from ..state import Options
 from ..storage import TokenStore
 from .folder import CODES, Layers
@@ -46,10 +46,7 @@ def has_code(layer: dict[str, torch.Tensor], layout: Layout) -> bool:
     fits = all(
         (layer[name].dtype, layer[name].shape[1:]) == fields[name] and len(layer[name]) == heads for name in CODES
     )
-    return fits and torch.equal(
-        layer["order"].long().sort(dim=-1).values,
-        torch.arange(dim, dtype=torch.int64, device="cpu").expand(heads, 1, -1),
-    )
+    return fits and has_whole_order(layer["order"])
 
 
 def restore(store: TokenStore, row: int, pieces: Sequence[Layers], place: int) -> None:

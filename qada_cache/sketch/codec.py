@@ -85,6 +85,12 @@ def choose_order_dtype(dim: int) -> torch.dtype:
     return torch.uint8 if dim <= 256 else torch.int16
 
 
+def has_whole_order(order: Tensor) -> bool:
+    """Whether each order of channels, integers `[..., dim]`, has every channel once: kernels write by it."""
+    channels = torch.arange(order.shape[-1], dtype=torch.int64, device=order.device)
+    return bool((order.long().sort(dim=-1).values == channels).all())
+
+
 def list_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[str, tuple[torch.dtype, tuple]]:
     """dtype and shape of each tensor of one head's `Sketch` of `words` a key, with room for `capacity` tokens."""
     segments = count_segments(capacity) if capacity else 0

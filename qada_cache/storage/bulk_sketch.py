@@ -11,7 +11,7 @@ from ..kernels.coding import Coder, choose_coder
 from ..kernels.reference import suspend_autocast
 from ..key_moments.running import take_in
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments, find_segment_start
-from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
+from ..sketch.codec import Sketch, average_channels, has_whole_order, list_fields, quantize_segments, round_slopes
 from . import transfers
 
 if TYPE_CHECKING:
@@ -214,6 +214,8 @@ class BulkSketch:
         for row, length in enumerate(wanted):
             if length:
                 own, start, kept = slice(row, row + 1), find_segment_start(length), self.tensors.to_tensors()
+                if not has_whole_order(kept["order"][row, :, : count_segments(length)]):
+                    raise ValueError(f"row {row} of its sketch has an order that lacks channels")
                 if bulk.beside:  # no file keeps records of the open segment
                     made = {name: _view_span(name, kept[name][own], start, length) for name in (*TOKENS, *SEGMENTS)}
                     with suspend_autocast(self.mean_key.device):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..sketch import SEGMENT_TOKENS, Layout
-from ..sketch.codec import FIT, average_squares, list_fields, quantize
+from ..sketch.codec import FIT, average_squares, has_whole_order, list_fields, quantize
 from ..sketch.coded import RecordLayout
 from .bulk_sketch import TOKENS, BulkSketch
 
@@ -101,7 +101,6 @@ def _restore(record: Mapping[str, Tensor], sketch: BulkSketch, layout: RecordLay
     for name, (dtype, shape) in {**wanted, "records": (torch.uint8, (tokens, layout.size))}.items():
         if ((found := record[name]).dtype, found.shape) != (dtype, (kv_heads, *shape)):
             raise ValueError(f"its reopened segment of {tokens} tokens has {name} {found.dtype} {list(found.shape)}")
-    channels = torch.arange(layout.dim, device=record["order"].device).expand(kv_heads, -1)
-    if not torch.equal(record["order"].long().sort(dim=-1).values, channels):
+    if not has_whole_order(record["order"]):
         raise ValueError("its reopened segment has an order that lacks channels")
     return ReopenedSegment({name: record[name] for name in KEPT}, record["records"])

@@ -98,7 +98,7 @@ def option_strings(parser: argparse.ArgumentParser) -> set[str]:
 
 def eval_parser(name: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     """Of one of eval's commands."""
-    required = {command: ["--out", "t"] for command in ("trials", "sweep", "heads")}
+    required = {command: ["--out", "t"] for command in ("trials", "sweep", "heads", "convert")}
     required |= {"codes": ["rungs", "--out", "t"], "figures": ["draw"], "latency": ["prompt"], "memory": ["held"]}
     required |= {"overhead": ["step"], "prompts": ["loss"], "reuse": ["copies"]}
     return read_by([f"eval.{name}", *required.get(name, [])], monkeypatch)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import SMALL, tiny
+from models import SMALL, prompt, tiny
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.cache_file import KIND
 from qada_cache.files import tensor_file
+from qada_cache.versions import pass_cache
 
 
 def test_moments_that_are_none(tmp_path: Path) -> None:
@@ -44,6 +45,26 @@ def test_moments_that_are_none(tmp_path: Path) -> None:
             if name in forged or "energies" not in name:
                 with pytest.raises(ValueError, match="KeyMoments"):
                     KeyMoments.load(path)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@torch.no_grad()
+def test_an_order_that_repeats_channels(bits: int, tmp_path: Path) -> None:
+    """By which kernels would write beside their memory."""
+    model, path = tiny(max_position_embeddings=2048), tmp_path / "file"
+    cache = QAdACache(model, moments="current", bulk_bits=bits)
+    model(prompt(1300)[0], **pass_cache(cache))
+    cache.save(path)
+    tensors, state = tensor_file.read(path, KIND)
+    names = [name for name in tensors if name.endswith("order")]
+    assert len(names) == 2
+    for name in names:
+        for channel in (tensors[name][..., 1], torch.full_like(tensors[name][..., 1], 200)):
+            forged = tensors[name].clone()
+            forged[..., 0] = channel
+            tensor_file.write(path, KIND, tensors | {name: forged}, state)
+            with pytest.raises(ValueError, match=r"file cannot be loaded: .* an order that lacks channels"):
+                QAdACache.load(path, model)
 
 
 def test_a_table_of_heads_that_is_none(tmp_path: Path) -> None:
