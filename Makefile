@@ -7,7 +7,7 @@ OLDEST := .oldest
 DOCS := .docs
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-all test-oldest check check-python check-cpp docs notebook wheel release gpu clean
+.PHONY: demo test test-all test-oldest test-avx2 check check-python check-cpp docs notebook wheel release gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,10 @@ test-all: $(VENV)/.installed
 ONCE := documents eval kernels reference report sketch storage
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not gpu" $(ONCE:%=--ignore tests/%)
+
+# As a processor without AVX-512 has it: torch's kernels, ours, and what is left to torch.
+test-avx2: $(VENV)/.installed
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -m "not slow and not gpu"
 
 # Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side. Some six
 # minutes of a large GPU.
