@@ -52,6 +52,8 @@ def record_layer(layer: QAdALayer) -> dict[str, Any]:
         room = max(beside, default=0)
         if any(bulk.reopened):
             held["reopened"] = [[segment.record for segment in segments] for segments in bulk.reopened]
+        if any(bulk.recoded):
+            held["recoded"] = [sorted(segments) for segments in bulk.recoded]
     held |= {name: PaddedTensor(t, beside, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)}
     record = {
         "seen": layer.seen,
@@ -93,6 +95,10 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
             if "reopened" in record and bulk.sketch is not None:  # which old files lack, and those without crops
                 rooms = [length - store.sinks - first for length, first in zip(store.lengths, bulk.stored, strict=True)]
                 bulk.reopened = restore_segments(record["reopened"], rooms, bulk.sketch, bulk.layout)
+            recoded = record.get("recoded", [[]] * len(stored))
+            whole = len(recoded) == len(stored) and {type(index) for row in recoded for index in row} <= {int}
+            _require(f"layer {layer.index}", whole, f"recoded segments {recoded}", f"ints, for {len(stored)} rows")
+            bulk.recoded = list(map(frozenset, recoded))
         else:
             bulk.fill(source, (keys, values), stored)
         if store.moments is not None:

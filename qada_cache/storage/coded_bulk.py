@@ -21,7 +21,7 @@ from ..sketch.coded import (
 )
 from .bulk import Bulk, Tokens
 from .bulk_sketch import SEGMENTS, TOKENS
-from .reopened import KEPT, ReopenedSegment, cut_segments
+from .reopened import ReopenedSegment, cut_segments
 
 STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush
 
@@ -46,6 +46,7 @@ class CodedBulk(Bulk):
         self._holders: WeakSet[CodedBulk] = WeakSet([self])  # who has the tensors `beside`
         # Of each row, the segments that follow closed ones, as far as its tokens were in closed ones before a crop.
         self.reopened: list[tuple[ReopenedSegment, ...]] = [()] * keys.shape[0]
+        self.recoded: list[frozenset[int]] = [frozenset()] * keys.shape[0]  # closed segments, as `ReopenedSegment`
         super().__init__(keys, values, **options)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
@@ -60,7 +61,7 @@ class CodedBulk(Bulk):
         memo[id(self.beside)] = self.beside
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, CodedBulk)
-        twin.reopened = list(self.reopened)
+        twin.reopened, twin.recoded = list(self.reopened), list(self.recoded)
         self._holders.add(twin)
         return twin
 
@@ -125,32 +126,36 @@ class CodedBulk(Bulk):
 
     def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
         """Code the segments that follow the records of rows alike, which the sketch holds as `made`."""
-        self._store(rows, self._code(rows, keys, values, made))
-        self.reopened[rows] = [segments[made["units"].shape[2] :] for segments in self.reopened[rows]]
+        first, count = self.stored[rows.start] // SEGMENT_TOKENS, made["units"].shape[2]
+        records, kept = self._code(rows, keys, values, made)
+        self._store(rows, records)
+        for place, row in enumerate(range(rows.start, rows.stop)):
+            closing, self.reopened[row] = self.reopened[row][:count], self.reopened[row][count:]
+            again = {first + i for i, each in enumerate(closing) if each.recoded or (place, i, each) not in kept}
+            self.recoded[row] = frozenset(again.union(i for i in self.recoded[row] if i < first))
 
     def code_open(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
         """As `Bulk`; it takes its tokens, `beside`."""
-        records = self._code(rows, keys, values, made)
+        records, _ = self._code(rows, keys, values, made)
         self._fit_beside()
         for held, part in zip(self.beside, (keys, values, records), strict=True):
             held[rows, :, : part.shape[2]] = part
 
-    def _code(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> Tensor:
-        """Records of tokens that follow those of closed segments, of rows alike. The sketch holds them as `made`, in
-        which reopened segments take their places again."""
+    def _code(
+        self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]
+    ) -> tuple[Tensor, list[tuple[int, int, ReopenedSegment]]]:
+        """Records of tokens that follow those of closed segments, of rows alike. The sketch holds them as `made`, where
+        reopened segments take their places if their other tokens fit. These are returned too, behind their places."""
         assert self.sketch is not None
-        again = [
-            (row, index, segment)
-            for row, segments in enumerate(self.reopened[rows])
-            for index, segment in enumerate(segments[: made["units"].shape[2]])
-        ]
-        for row, index, segment in again:
+        kept, told = list[tuple[int, int, ReopenedSegment]](), (self.sketch.energies, self.sketch.layout)
+        for row, segments in enumerate(self.reopened[rows]):
             held = {name: part[row] for name, part in made.items()}
-            segment.put_sketch(index, keys[row], self.sketch.energies, self.sketch.layout, held)
+            places = enumerate(segments[: made["units"].shape[2]])
+            kept += [(row, i, each) for i, each in places if each.put_sketch(i, keys[row], *told, held)]
         records = self._record(rows, keys, values, made)
-        for row, index, segment in again:
+        for row, index, segment in kept:
             segment.put_records(index, records[row])
-        return records
+        return records, kept
 
     def _record(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> Tensor:
         """Records of tokens that follow those of closed segments, of rows alike; the sketch holds them as `made`."""
@@ -232,13 +237,12 @@ class CodedBulk(Bulk):
     def _reopen(self, row: int, first: int, stop: int) -> Iterator[ReopenedSegment]:
         """Of the row's closed segments, what tokens `first..stop` were coded as."""
         for start in range(first, min(self.stored[row], stop), SEGMENT_TOKENS):
-            assert self.sketch is not None
             self.synchronize()
-            held = self.sketch.find_segment(row, start // SEGMENT_TOKENS)
-            assert held is not None
-            sketch = {name: held[name] if name in TOKENS else held[name][:, 0] for name in KEPT}
-            records = self.tensors[0][row, :, start : start + SEGMENT_TOKENS]
-            yield ReopenedSegment(sketch, records).copy(self.device, stop - start)
+            assert self.sketch is not None
+            held = self.sketch.find_segment(row, start // SEGMENT_TOKENS) or {}
+            sketch = {name: part if name in TOKENS else part[:, 0] for name, part in held.items()}
+            told = self.tensors[0][row, :, start : start + SEGMENT_TOKENS], start // SEGMENT_TOKENS in self.recoded[row]
+            yield ReopenedSegment(sketch, *told).copy(self.device, stop - start)
 
     @torch.inference_mode(False)  # as in `_allocate`
     def select_rows(self, index: list[int]) -> None:
@@ -246,7 +250,9 @@ class CodedBulk(Bulk):
         lengths = [self.lengths[row] for row in index]
         super().select_rows(index)
         self._hold(*(held[index] for held in self.beside))
-        self.lengths, self.reopened = lengths, [self.reopened[row] for row in index]
+        self.lengths = lengths
+        self.reopened = [self.reopened[row] for row in index]
+        self.recoded = [self.recoded[row] for row in index]
 
     def take(self, other: Bulk) -> None:
         """As `Bulk`; the sketch is to follow."""
@@ -255,6 +261,7 @@ class CodedBulk(Bulk):
         self._hold(*(held.to(self.device, copy=True) for held in other.beside))
         self.lengths = other.lengths
         self.reopened = [tuple(each.copy(self.device) for each in segments) for segments in other.reopened]
+        self.recoded = other.recoded
 
     def _set_lengths(self, lengths: list[int]) -> None:
         ours = self.lengths

@@ -3,26 +3,26 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..sketch import SEGMENT_TOKENS, Layout
-from ..sketch.codec import FIT, average_squares, has_whole_order, list_fields, quantize
-from ..sketch.coded import RecordLayout
-from .bulk_sketch import TOKENS, BulkSketch
-
-KEPT = (*TOKENS, *FIT)  # of a sketch's tensors
+from ..sketch.codec import average_squares, has_whole_order, list_fields, quantize
+from ..sketch.coded import RecordLayout, estimate_keys, find_query_weights
+from .bulk_sketch import SEGMENTS, TOKENS, BulkSketch
 
 
 @dataclass(frozen=True, eq=False)
 class ReopenedSegment:
-    """Of a row's segment the fit, and of its first tokens, those that a crop has left, codes and records. They are not
-    coded again, however often it opens and closes; other tokens are coded under the same fit. Its tensors are never
-    written: copies of a cache share them."""
+    """Of a row's segment the fit, and of its first tokens, those that a crop has left, codes and records. They keep
+    these when it closes, and other tokens are coded under the same fit. If these do not fit it, the segment is coded
+    anew from what is left, once for good. Its tensors are never written: copies of a cache share them."""
 
-    sketch: Mapping[str, Tensor]  # `KEPT`, `[kv_heads, ...]`
+    sketch: Mapping[str, Tensor]  # `(*TOKENS, *SEGMENTS)`, `[kv_heads, ...]`
     records: Tensor  # uint8 `[kv_heads, tokens, size]`
+    recoded: bool  # whether some of these tokens have been coded twice, and are not to be again
 
     @property
     def tokens(self) -> int:
@@ -32,23 +32,26 @@ class ReopenedSegment:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes."""
-        return sum(tensor.nbytes for tensor in self.record.values())
+        return sum(tensor.nbytes for tensor in (*self.sketch.values(), self.records))
 
     def copy(self, device: torch.device, tokens: int = SEGMENT_TOKENS) -> "ReopenedSegment":
         """Of its first tokens, at most so many."""
         sketch = {name: part[..., :tokens] if name in TOKENS else part for name, part in self.sketch.items()}
         sketch = {name: part.to(device, copy=True) for name, part in sketch.items()}
-        return ReopenedSegment(sketch, self.records[:, :tokens].to(device, copy=True))
+        return ReopenedSegment(sketch, self.records[:, :tokens].to(device, copy=True), self.recoded)
 
     def put_sketch(
         self, index: int, keys: Tensor, energies: Tensor | None, layout: Layout, made: Mapping[str, Tensor]
-    ) -> None:
+    ) -> bool:
         """Code the segment number `index` of `keys` `[kv_heads, tokens, dim]`, whole segments and the last one's rest.
-        `made` are a sketch's tensors of all of these segments, `[kv_heads, ...]`, which are written."""
+        `made` are a sketch's tensors of all of these segments, `[kv_heads, ...]`, which are written if its tokens fit.
+        Returns whether they do, for which the host waits."""
         start, last = index * SEGMENT_TOKENS, index + 1 == made["units"].shape[1]
         span = slice(start, None if last else start + SEGMENT_TOKENS)
         own = keys[:, span]
         found = quantize(own[:, self.tokens :], energies, layout, self.sketch)  # other tokens
+        if not (self.recoded or self._fits(own, energies, layout, found)):
+            return False
         for name, part in found.items():
             if name in TOKENS:
                 known = self.sketch[name][..., : own.shape[1]]
@@ -56,6 +59,18 @@ class ReopenedSegment:
             else:
                 made[name][:, index] = part
         made["mean_squares"][:, index] = average_squares(made["scales"][:, span], found["units"])
+        return True
+
+    def _fits(self, keys: Tensor, energies: Tensor | None, layout: Layout, made: Mapping[str, Tensor]) -> bool:
+        """Whether the sketch of other tokens, coded as `made` under the fit, adds no more error to the segment's `keys`
+        than as much as the fit left to each of its own."""
+        weights = find_query_weights(energies, layout.dim, keys.device)
+        of_segment = {name: part if name in TOKENS else part.unsqueeze(1) for name, part in made.items()}
+        off = (keys[:, self.tokens :].float() - estimate_keys(of_segment, layout)) * weights.unsqueeze(-2)
+        order, fit = self.sketch["order"].long(), self.sketch["weights"].float()
+        noise = layout.find_errors(keys.device) * (weights.expand_as(fit).gather(-1, order) / fit).square()
+        left = noise.sum(dim=-1) * self.sketch["mean_squares"]  # by the fit, of one token of each head
+        return bool((off.square().sum(dim=(-2, -1)) <= left * (off.shape[1] + keys.shape[1])).all())
 
     def put_records(self, index: int, records: Tensor) -> None:
         """Put its tokens' records in their place among those of all tokens `[kv_heads, tokens, size]`, as for
@@ -64,9 +79,9 @@ class ReopenedSegment:
         place.copy_(self.records[:, : place.shape[1]])
 
     @property
-    def record(self) -> dict[str, Tensor]:
+    def record(self) -> dict[str, Any]:
         """What a file keeps, by name."""
-        return {**self.sketch, "records": self.records}
+        return {**self.sketch, "records": self.records, "recoded": self.recoded}
 
 
 def cut_segments(segments: Iterable[ReopenedSegment], tokens: int) -> tuple[ReopenedSegment, ...]:
@@ -79,7 +94,7 @@ def cut_segments(segments: Iterable[ReopenedSegment], tokens: int) -> tuple[Reop
 
 
 def restore_segments(
-    records: list[list[dict[str, Tensor]]], rooms: list[int], sketch: BulkSketch, layout: RecordLayout
+    records: list[list[dict[str, Any]]], rooms: list[int], sketch: BulkSketch, layout: RecordLayout
 ) -> list[tuple[ReopenedSegment, ...]]:
     """The inverse of `record`, of each row's segments, in which `rooms[r]` tokens lie in a bulk with this sketch and
     these records; ValueError, if that cannot be."""
@@ -94,13 +109,15 @@ def restore_segments(
     return found
 
 
-def _restore(record: Mapping[str, Tensor], sketch: BulkSketch, layout: RecordLayout) -> ReopenedSegment:
+def _restore(record: Mapping[str, Any], sketch: BulkSketch, layout: RecordLayout) -> ReopenedSegment:
     kv_heads, tokens = sketch.mean_key.shape[1], math.prod(record["scales"].shape[1:])
     fields = list_fields(layout.dim, layout.value_dim, sketch.layout.count, tokens).items()
-    wanted = {name: (dtype, shape[name not in TOKENS :]) for name, (dtype, shape) in fields if name in KEPT}
+    wanted = {name: told for name, told in fields if name in TOKENS}
+    wanted |= {name: (dtype, shape[1:]) for name, (dtype, shape) in fields if name in SEGMENTS}
     for name, (dtype, shape) in {**wanted, "records": (torch.uint8, (tokens, layout.size))}.items():
         if ((found := record[name]).dtype, found.shape) != (dtype, (kv_heads, *shape)):
             raise ValueError(f"its reopened segment of {tokens} tokens has {name} {found.dtype} {list(found.shape)}")
     if not has_whole_order(record["order"]):
         raise ValueError("its reopened segment has an order that lacks channels")
-    return ReopenedSegment({name: record[name] for name in KEPT}, record["records"])
+    held = {name: record[name] for name in (*TOKENS, *SEGMENTS)}
+    return ReopenedSegment(held, record["records"], bool(record["recoded"]))

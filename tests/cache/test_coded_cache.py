@@ -278,7 +278,7 @@ def test_a_forged_segment_that_a_crop_has_opened(
     layer, place = state["layers"][0]["dict"], f"layer 0.reopened.0.0.{name}"
     ((segment,),) = next(value for field, value in layer if field == "reopened")
     if forge is None:  # the same one twice
-        for key, _ in segment["dict"]:
+        for key in (key for key, value in segment["dict"] if isinstance(value, dict)):
             tensors[f"layer 0.reopened.0.1.{key}"] = tensors[f"layer 0.reopened.0.0.{key}"]
         next(value for field, value in layer if field == "reopened")[0].append(copy.deepcopy(segment))
     else:
