@@ -150,7 +150,7 @@ def test_crop(model: PreTrainedModel, removed: int) -> None:
     kept = wanted.get_seq_length()
     text = torch.cat([ids[:, :kept], prompt(30, 30, seed=8)[0]], dim=1)
     seen = torch.cat([mask[:, :kept], torch.ones(2, 30, dtype=torch.long)], dim=1)
-    outputs = [generate(model, text, cache, attention_mask=seen) for cache in (wanted, got)]
+    outputs = [generate(model, text, cache, attention_mask=seen, tokens=8) for cache in (wanted, got)]
     assert_same(model, outputs[1], outputs[0])
 
 
@@ -184,7 +184,7 @@ def test_rows_moved(model: PreTrainedModel, verb: str, argument: Any, lengths: t
     rows = torch.arange(3).repeat_interleave(2) if verb == "batch_repeat_interleave" else torch.arange(3)[argument]
     text = torch.cat([ids[rows], prompt(*[7] * len(rows), seed=6)[0]], dim=1)
     seen = torch.cat([mask[rows], torch.ones(len(rows), 7, dtype=torch.long)], dim=1)
-    outputs = [generate(model, text, cache, attention_mask=seen) for cache in (wanted, got)]
+    outputs = [generate(model, text, cache, attention_mask=seen, tokens=8) for cache in (wanted, got)]
     assert_same(model, outputs[1], outputs[0])
 
 

@@ -37,7 +37,7 @@ def adaptive(model: PreTrainedModel, threshold: float = 0.12) -> QAdACache:
 def run(model: PreTrainedModel, cache: Cache | None, *lengths: int, **options: Any) -> Tensor:
     """Raw logits of a padded batch of greedy generation."""
     ids, mask = prompt(*(lengths or (150, 61)))
-    return logits_of(generate(model, ids, cache, attention_mask=mask, **options))
+    return logits_of(generate(model, ids, cache, attention_mask=mask, tokens=8, **options))
 
 
 @pytest.mark.parametrize(("family", "other"), PAIRS)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from readable import readable_model
 
 import qada_cache
+from qada_cache.__main__ import main
 from qada_cache.key_moments.prompts import ARTICLE
 from qada_cache.versions import CACHE
 
@@ -108,15 +110,24 @@ def test_scores_of_both_caches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert said[0][1] == "100"
 
 
-def test_a_tuned_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("default_bits", "builds_of_others")
+def test_a_tuned_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command is run here, where kernels are known: `test_cli.py` has it as a process."""
     readable_model(tmp_path / "model", max_position_embeddings=2048)
     (tmp_path / "text.txt").write_text(ARTICLE.read_text() * 12)
-    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
+    asked: list[list[str]] = []
+
+    def run_here(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command[:4])
+        return subprocess.CompletedProcess(command, main(command[3:]))
+
+    monkeypatch.setattr(subprocess, "run", run_here)
     given = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--kl", "50"]
     left = example("tune.py", monkeypatch, *given, "--tokens", "1400")
+    assert asked == [[sys.executable, "-m", "qada_cache", "tune"]]
     assert left["cache"].options.tuned
-    assert re.search(r"^threshold=[\d.]+, token_threshold=[\d.]+$", capfd.readouterr().out, re.MULTILINE)
+    assert re.search(r"^threshold=[\d.]+, token_threshold=[\d.]+$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_every_script_is_tested() -> None:

@@ -34,13 +34,19 @@ void* operator new[](std::size_t size) { return operator new(size); }  // the li
 """
 
 
+@pytest.fixture(scope="module")
+def header(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all, so that a kernel is built once for any number of threads."""
+    path = tmp_path_factory.mktemp("allocator") / "allocator.h"
+    path.write_text(ALLOCATOR)
+    return path
+
+
 @pytest.fixture(params=[1, 3], ids="{} threads".format)
 def fail_after(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, header: Path
 ) -> Callable[[ctypes.CDLL, int], None]:
     """Kernels are built with an allocator that fails after so many allocations."""
-    header = tmp_path / "allocator.h"
-    header.write_text(ALLOCATOR)
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
