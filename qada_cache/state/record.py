@@ -97,7 +97,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
                 bulk.reopened = restore_segments(record["reopened"], rooms, bulk.sketch, bulk.layout)
             recoded = record.get("recoded", [[]] * len(stored))
             whole = len(recoded) == len(stored) and {type(index) for row in recoded for index in row} <= {int}
-            _require(f"layer {layer.index}", whole, f"recoded segments {recoded}", f"ints, for {len(stored)} rows")
+            require_fit(f"layer {layer.index}", whole, f"recoded segments {recoded}", f"ints, for {len(stored)} rows")
             bulk.recoded = list(map(frozenset, recoded))
         else:
             bulk.fill(source, (keys, values), stored)
