@@ -31,9 +31,15 @@ PRIVATE = {
         "_prefill",  # whose frame says that a chunk of a prompt is being read
         "_prepare_generation_config",  # what a call asks of generation, all told
     ),
-    "module": ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters"),
+    "table of models": ("_model_mapping",),  # by config, which tells whose modeling file a type has
+    "module": (
+        *("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters", "_save_to_state_dict"),
+        *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+        "_compiled_call_impl",  # of `module.compile()`
+    ),
     "all modules": ("_global_forward_hooks", "_global_forward_pre_hooks"),
     "compiled model": ("_orig_mod",),
+    "compiled function": ("_torchdynamo_orig_callable",),
     "tensor": ("_version",),  # how often it was written to
     "torch": ("_C", "_dynamo", "_foreach_add_", "_foreach_copy_"),
     "module by accelerate": ("_hf_hook",),

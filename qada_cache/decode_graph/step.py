@@ -44,6 +44,7 @@ class Step:
         place = torch.tensor([store.sinks + store.end], dtype=torch.int64, device="cpu")
         self.parts = place, counts, stored, local, pending, decided
         self._end, self._versions = store.end, [store.version for store in self.stores]
+        self._moved = self.shared.placement.moved  # bulks that have left their device
         heads = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self.stores]  # of a token
         self._dense_bytes = [self.numbers["dense_tokens"] * token_bytes for token_bytes in heads]
 
@@ -63,7 +64,8 @@ class Step:
         store = self.stores[0]
         behind = [length - store.sinks - store.window + 1 for length in dict.fromkeys(store.lengths)]
         lengths = {round_length(tokens) for tokens in behind}
-        return store.end == self._end and lengths == set(self.numbers["row_moment_lengths"])
+        moved = self.shared.placement.moved != self._moved
+        return store.end == self._end and not moved and lengths == set(self.numbers["row_moment_lengths"])
 
     @contextlib.contextmanager
     def use(self, places: "Places") -> Iterator[None]:

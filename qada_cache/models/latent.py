@@ -43,7 +43,7 @@ def find_latent_sizes(config: PreTrainedConfig) -> LatentSizes | None:
         return None
     # Some types have another one's modeling file, which only transformers' own table of classes tells.
     own = type(config).__module__.replace("configuration_", "modeling_")
-    known = AutoModel._model_mapping.get(type(config), None)
+    known = getattr(AutoModel, "_model_mapping", {}).get(type(config), None)
     files = [sys.modules.get(name) for name in (own, getattr(known, "__module__", own))]
     expands = any(has_latents(kind) for file in files if file is not None for kind in vars(file).values())
     return LatentSizes(rank, rope) if expands else None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from models import generate, prompt, tiny
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.utils.logging import warning_once
 
 import qada_cache
@@ -86,6 +86,7 @@ def hold(kind: str, tmp_path: Path) -> Any:
     if kind == "module by accelerate":
         cpu_offload(model, torch.device("cpu"))
     kinds = {"config": model.config, "torch": torch, "all modules": torch.nn.modules.module, "tensor": torch.ones(1)}
+    kinds |= {"table of models": AutoModel, "compiled function": torch.compile(lambda: None, backend="eager")}
     return torch.compile(model, backend="eager") if kind == "compiled model" else kinds.get(kind, model)
 
 
