@@ -57,6 +57,18 @@ def test_caches_in_threads(moments: str) -> None:
         assert torch.equal(got, wanted)
 
 
+def test_latents_in_threads() -> None:
+    """Nothing but the thread says whose latents a module has expanded; all read the same tokens here."""
+    model, ids = tiny("deepseek_v3"), prompt(100)[0]
+
+    def turn(index: int) -> Any:
+        return logits_of(generate(model, ids, QAdACache(model, **SMALL) if index else None, tokens=8))
+
+    alone = [turn(index) for index in range(THREADS)]
+    for got, wanted in zip(at_once(turn), alone, strict=True):
+        assert torch.equal(got, wanted)
+
+
 def test_moments_are_placed_by_several_threads() -> None:
     mean = torch.randn(6, 1, 2, 4, generator=torch.Generator().manual_seed(0))
     covariance = torch.eye(4).expand(6, 1, 2, 4, 4).clone()
