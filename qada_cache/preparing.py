@@ -7,8 +7,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import tuned_choice
-from .attention.decode import attend_adaptively, find_kernel, takes_turns
+from .attention.decode import attend_adaptively, takes_turns
 from .attention.libraries import list_libraries
+from .attention.plan import find_kernel
 from .cache import QAdACache
 from .kernels import partial_attention
 from .kernels.cpu import prompt

@@ -72,6 +72,14 @@ def default_bits(bits_as_made: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def plans_compared() -> Iterator[None]:
+    """Whatever a step is computed from is what it would be if it were found anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qada_cache.attention.plan.CHECKS", True)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def nothing_built_ahead() -> Iterator[None]:
     """A prompt starts no build that the test may not wait for, and that the next one would take time for. Processes of
     their own do."""

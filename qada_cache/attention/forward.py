@@ -235,12 +235,12 @@ def _attend(
             out = layer.shared.placement.retry(work, query.device)
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
     if empty or long:
-        layer.last_step.forget()
+        layer.plan = None
         layer.store.absorb(*new, valid)
         if query.device.type == "cpu":
             trim_growth()
     elif exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
-        layer.last_step.forget()
+        layer.plan = None
         layer.store.append(*new, valid)
     layer.incoming = None
     return out, None

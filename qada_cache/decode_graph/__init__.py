@@ -85,6 +85,7 @@ class DecodeGraph:
         """What `compute(**kwargs)`, the decoder's own forward, returns."""
         inputs = None if self.failed else find_inputs(layers, decoder, kwargs)
         if inputs is None:
+            self._step = None
             return compute(**kwargs)
         if self._follows(layers, decoder, inputs):  # the replay before has written the rest
             assert self._step is not None
@@ -93,12 +94,11 @@ class DecodeGraph:
             step, self._step = Step(layers, inputs), None
             if step.numbers["decisions"] != step.stores[0].batch:
                 return compute(**kwargs)
-            moved = step.shared.placement.moved  # bulks, after which operands of layers before may be old
-            facts = weakref.ref(decoder), step.bound, step.numbers["row_moment_lengths"], moved
+            facts = weakref.ref(decoder), step.plans, step.numbers["row_moment_lengths"]
             changed = self._model is not None and self._model.is_changed
             if self._places is None or not self._places.fits(step) or facts != self._facts or changed:
                 self.forget()
-                if not step.bound:  # which shows in the first step
+                if not step.plans:  # which shows in the first step
                     return compute(**kwargs)
                 self._facts, self._places = facts, Places(step)
                 with step.use(self._places):  # a rehearsal

@@ -44,28 +44,30 @@ class Step:
         place = torch.tensor([store.sinks + store.end], dtype=torch.int64, device="cpu")
         self.parts = place, counts, stored, local, pending, decided
         self._end, self._versions = store.end, [store.version for store in self.stores]
-        self._moved = self.shared.placement.moved  # bulks that have left their device
+        self._lengths = [store.lengths for store in self.stores]
         heads = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self.stores]  # of a token
         self._dense_bytes = [self.numbers["dense_tokens"] * token_bytes for token_bytes in heads]
 
     @property
-    def bound(self) -> list[Any]:
-        """The operands of all layers' kernels, weakly; empty, if torch computes one, or if it was a turn."""
-        known = [layer.last_step.known for layer in self.layers]
-        served = all(each is not None and each.kernel is not None and each.queries == 1 for each in known)
-        return [weakref.ref(each.operands) for each in known] if served else []
+    def plans(self) -> list[Any]:
+        """Those of all layers' kernels, weakly; empty, if torch computes one, or if it was a turn."""
+        known = [layer.plan for layer in self.layers]
+        served = all(each is not None and each.kernel is not None and each.queries[2] == 1 for each in known)
+        current = served and all(
+            each.version[-1] == store.version for each, store in zip(known, self.stores, strict=True)
+        )
+        return [weakref.ref(each) for each in known] if current else []
 
     def is_followed_by(self, layers: list[QAdALayer]) -> bool:
         """Whether the next step of these differs from the last replayed one by its token alone: nothing else has
         changed them since, and the lengths that another prompt's moments are for are the same."""
-        same = zip(layers, self.stores, self._versions, strict=True)
-        if not all(layer.store is store and store.version == version for layer, store, version in same):
-            return False
+        for layer, store, version, lengths in zip(layers, self.stores, self._versions, self._lengths, strict=True):
+            if layer.store is not store or store.version != version or store.lengths != lengths:
+                return False
         store = self.stores[0]
         behind = [length - store.sinks - store.window + 1 for length in dict.fromkeys(store.lengths)]
-        lengths = {round_length(tokens) for tokens in behind}
-        moved = self.shared.placement.moved != self._moved
-        return store.end == self._end and not moved and lengths == set(self.numbers["row_moment_lengths"])
+        rounded = {round_length(tokens) for tokens in behind}
+        return store.end == self._end and rounded == set(self.numbers["row_moment_lengths"])
 
     @contextlib.contextmanager
     def use(self, places: "Places") -> Iterator[None]:
@@ -88,6 +90,7 @@ class Step:
             layer.seen += 1
             store.advance()
             layer.counters.count_call(decisions, dense_bytes)
+        self._lengths = [store.lengths for store in self.stores]
 
 
 class Places:

@@ -3,8 +3,6 @@
 `Query` is what the model asks, `Rows` what a pass says of every row, `Operands` what a layer has.
 """
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -107,54 +105,6 @@ class Rows:
         return self.log_tokens.masked_fill((PENDING_SHARE * pending > self.bulk_tokens).unsqueeze(2), torch.inf)
 
 
-class Binding:
-    """The checks and derived values of a layer's last step, for the next one, nearly always with the same tensors.
-
-    It knows them by identity and keeps none of them. A copy of a layer has other tensors, and so begins with nothing.
-    """
-
-    def __init__(self) -> None:
-        self.derived: Any = None  # what a kernel made of them; None once any of them is another
-        self.log_bulk: tuple[Any, Tensor] | None = None  # where nothing is estimated, behind what it is for
-        self._query: Any = None
-        self._numbers: Any = None
-        self._checked: Callable[[], Operands | None] = lambda: None
-        self._tensors: list[Callable[[], Any]] = []
-
-    def __deepcopy__(self, memo: dict) -> "Binding":
-        return Binding()
-
-    def matches(self, query: Query, layer: "Operands") -> bool:
-        """Whether the last checked step had the same tensors and numbers, and a query like this one; else forget it."""
-        same = self._query == _describe_query(query)
-        if same and self._checked() is not layer:
-            kept = zip(self._tensors, layer.tensors, strict=True)
-            same = self._numbers == _list_numbers(layer) and all(known() is one for known, one in kept)
-        if not same:
-            self._query = self.derived = None
-        return same
-
-    def remember(self, query: Query, layer: "Operands") -> None:
-        """This step was checked."""
-        self._query, self._numbers, self._checked = _describe_query(query), _list_numbers(layer), weakref.ref(layer)
-        self._tensors = [(lambda: None) if one is None else weakref.ref(one) for one in layer.tensors]
-
-
-class LastStep:
-    """The operands of a layer's last step and their kernel, for the next one, behind what they follow from. They keep
-    tensors, so whoever is about to replace some forgets them first. A copy begins with nothing."""
-
-    def __init__(self) -> None:
-        self.known: Any = None
-
-    def __deepcopy__(self, memo: dict) -> "LastStep":
-        return LastStep()
-
-    def forget(self) -> None:
-        """Keep no tensor alive."""
-        self.known = None
-
-
 def _describe_query(query: Query) -> tuple[Any, ...]:
     """What a kernel's derived values depend on of a query."""
     states, mass = query.states, query.log_bulk
@@ -163,14 +113,10 @@ def _describe_query(query: Query) -> tuple[Any, ...]:
     return *like, query.scaling
 
 
-def _list_numbers(layer: "Operands") -> tuple[Any, ...]:
-    """All but its tensors that they depend on of a layer, which changes none of them."""
-    return layer.logit_threshold, layer.group_rule, layer.token_threshold
-
-
 @dataclass(eq=False)
 class Operands:
-    """What a layer has for its queries: its tokens, how its heads decide and select, and what is counted.
+    """What a layer has for its queries: its tokens, how its heads decide and select, and what is counted. None of it is
+    another as long as the layer's storage is of one version.
 
     Columns of the near buffers that no query sees, tokens past `Rows.bulk_lengths`, and the bulk buffers of KV heads
     without a flagged head are not read and may hold anything, nan included.
@@ -194,28 +140,22 @@ class Operands:
     # int32 `[rows, kv_heads, 2 + capacity]`: takes needed bytes if no counter does, those of a head's sketch, of a head
     # that is read whole without one, and of each token. Queries that share a row write the same.
     marks: Tensor | None = None
-    binding: Binding = field(default_factory=Binding)
+    checked_for: tuple[Any, ...] = field(default=(), init=False, repr=False)  # the kind of the last call's query
+    bound: Any = field(default=None, init=False, repr=False)  # what a kernel made of both; None before it has
 
     @property
     def kv_heads(self) -> int:
         """Of the layer."""
         return self.near_keys.shape[1]
 
-    @property
-    def tensors(self) -> tuple[Tensor | Sketch | None, ...]:
-        """Those that change with storage alone."""
-        return (
-            *(self.near_keys, self.near_values, self.bulk_keys, self.bulk_values),
-            *(self.sketch, self.bulk_read_bytes, self.sketch_read_bytes),
-            *((None,) * 3 if (held := self.records) is None else (held.tensor, held.open, held.weights)),
-        )
-
 
 def check(query: Query, rows: Rows, layer: Operands, *, shares: bool = False) -> None:
     """Raise OperandError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a step,
-    of which each row is that of several queries side by side if it `shares` them. The last step's are known to be
-    right; rows were checked when made."""
-    if not (known := layer.binding.matches(query, layer)):
+    of which each row is that of several queries side by side if it `shares` them. A layer is looked at once for queries
+    of one kind; rows were when made."""
+    kind = _describe_query(query)
+    if layer.checked_for != kind:
+        layer.checked_for, layer.bound = (), None
         _check_layer(query, layer, shares)
     batch = query.states.shape[0]
     if rows.number not in (1, batch) or rows.queries != 1 or rows.device != query.states.device:
@@ -234,8 +174,7 @@ def check(query: Query, rows: Rows, layer: Operands, *, shares: bool = False) ->
             needed, room = rows.longest_open, min(room, layer.records.open.shape[2])
         if needed > room:
             raise OperandError("bulk_lengths", needed, f"at most {room}, as the bulk has room for")
-    if not known:
-        layer.binding.remember(query, layer)
+    layer.checked_for = kind
 
 
 def _check_layer(query: Query, layer: Operands, shares: bool) -> None:

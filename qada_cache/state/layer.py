@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from ..kernels.operands import Binding, LastStep
 from ..key_moments.running import LayerMoments
 from ..no_tensors import refuse_moves
 from ..storage import TokenStore
@@ -60,7 +59,7 @@ class QAdALayer(DynamicLayer):
         self.seen = 0  # logical tokens, padding included (what transformers calls the sequence length)
         self.padding = NONE  # of these tokens; shared by the layers of a cache
         self.counters, self.kept_moments = Counters(), LayerMoments()
-        self.binding, self.last_step = Binding(), LastStep()
+        self.plan: Any = None  # a `Plan` of attention/plan.py, of the last step
 
     @property
     def options(self) -> Options:
@@ -77,7 +76,7 @@ class QAdALayer(DynamicLayer):
 
     def apply_options(self) -> None:
         """Decide and count by the cache's new options; ValueError as of `TokenStore.keep_moments`."""
-        self.counters = Counters()
+        self.counters, self.plan = Counters(), None
         if self.store is not None:
             self._keep_by_options(self.store)
             self.store.alike = list(self.store.exact)  # others were decided by the options of before
@@ -135,7 +134,7 @@ class QAdALayer(DynamicLayer):
                 "dtype it was filled with, or reset() it"
             )
         elif key_states.device != self.device:
-            self.last_step.forget()
+            self.plan = None
             self.store.move(key_states.device)
             self.device = key_states.device
         tagged = key_states.view_as(key_states)  # a new Python object, so that the caller's is not written to
@@ -205,18 +204,20 @@ class QAdALayer(DynamicLayer):
         """Remove the newest `-tokens_to_remove` logical tokens of every row, as if they had never been seen."""
         tokens = check_crop(tokens_to_remove)
         self.check_attended()
-        self.last_step.forget()
         if not tokens or not self.seen or self.store is None:
             return
         seen = max(self.seen + tokens, 0)
         padding = self.padding.crop(seen)
-        self.store.crop([seen - padded for padded in padding.count_by_row(self.store.batch)])
+        lengths = [seen - padded for padded in padding.count_by_row(self.store.batch)]
+        if self.store.find_flushed(lengths) != self.store.flushed:  # buffers may be replaced
+            self.plan = None
+        self.store.crop(lengths)
         self.seen, self.padding = seen, padding
 
     def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.check_attended()
-        self.last_step.forget()
+        self.plan = None
         if self.store is None or index == list(range(self.store.batch)):
             return
         if not index:  # as `DynamicCache` counts the tokens of no rows

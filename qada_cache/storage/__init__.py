@@ -17,13 +17,14 @@ from .coded_bulk import CodedBulk
 from .padding import find_real_tokens
 from .placement import Placement
 from .row_tensors import GROWTH
+from .versioned import Buffer, Versioned
 
 PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many
 ROOM_TOKENS = 1024  # recent tokens that have room from the start; more columns come as they are needed
 Pair = tuple[Tensor, ...]  # keys and values
 
 
-class TokenStore:
+class TokenStore(Versioned):
     """Keys and values of one layer, every row kept as `sinks | bulk | recent`, oldest first.
 
     Recent tokens are the sliding window, and pending tokens, which wait to move on in chunks. They are right-aligned:
@@ -31,6 +32,8 @@ class TokenStore:
     the oldest recent tokens into the sinks until these are full, then into the bulk and the running moments. Flushed
     tokens precede the window of every query of the next call of at most `window` tokens.
     """
+
+    near_keys, near_values, bulk = Buffer[Tensor](), Buffer[Tensor](), Buffer[Bulk]()
 
     def __init__(
         self,
@@ -49,7 +52,6 @@ class TokenStore:
         self.sinks, self.window, self.offloading = sinks, window, offloading
         self.dtypes = keys.dtype, values.dtype
         batch, kv_heads = keys.shape[:2]
-        self.version = 0  # another after every change but `advance`
         self.end = 0  # recent columns in use
         self.place: Tensor | None = None  # int64 [1]: the column that a graph being captured has a token go to
         self.decoded = False  # whether `append` put anything into the bulk since the last `absorb`
@@ -84,6 +86,13 @@ class TokenStore:
         return self.bulk.sketch if self.selects else None
 
     @property
+    def version(self) -> tuple[int, ...]:
+        """Another one, if a buffer was replaced, or the sketch came into use: no kernel reads and writes where it did.
+        Tokens that take their places in buffers leave it as it is."""
+        bulk, sketch = self.bulk, self.bulk.sketch
+        return self.replaced, bulk.replaced, *(() if sketch is None else (sketch.replaced, sketch.in_use))
+
+    @property
     def batch(self) -> int:
         """Rows held."""
         return len(self.lengths)
@@ -101,7 +110,6 @@ class TokenStore:
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None, *, write: bool = True) -> None:
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding. If not
         `write`, tokens without padding are counted, and whoever asked has them put into their columns."""
-        self.version += 1
         tokens = keys.shape[2]
         if self.end + tokens > self.capacity:
             groups = self._group_rows(self.lengths, self.flushed)
@@ -131,7 +139,6 @@ class TokenStore:
 
     def absorb(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
         """Add any number of tokens: each row keeps its window, everything older is flushed at once."""
-        self.version += 1
         self._catch_up(range(self.batch))
         groups = self._group_rows(self.lengths, self.flushed) if valid is None else self._list_rows()
         recents = [self._flush(rows, self._extend(rows, (keys, values), valid), exact=True) for rows in groups]
@@ -144,10 +151,13 @@ class TokenStore:
         sinks = slice(0, min(self.flushed[rows.start], self.sinks))
         return [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks]), self._view_recent(rows)]
 
+    def find_flushed(self, lengths: list[int]) -> list[int]:
+        """The `flushed` of rows that are cropped to these lengths."""
+        return [min(gone, max(new - self.window, 0)) for gone, new in zip(self.flushed, lengths, strict=True)]
+
     def crop(self, lengths: list[int]) -> None:
         """Row `r` keeps its first `lengths[r]` tokens; the rest is as if it had never been seen, moments included."""
-        self.version += 1
-        flushed = [min(gone, max(new - self.window, 0)) for gone, new in zip(self.flushed, lengths, strict=True)]
+        flushed = self.find_flushed(lengths)
         removed = [old - new for old, new in zip(self.lengths, lengths, strict=True)]
         if flushed == self.flushed and len(set(removed)) == 1:
             self.end -= removed[0]
@@ -177,7 +187,6 @@ class TokenStore:
                 "update_moments=False leaves out tokens that were decoded, and this cache does not know which those "
                 "are: build one with update_moments=False and read the prompt again"
             )
-        self.version += 1
         self.update_moments = update
         if not track:
             self.moments = None
@@ -191,7 +200,6 @@ class TokenStore:
     def keep_sketch(self, bits: float, energies: Tensor | None, *, select: bool, kernels: str = "auto") -> None:
         """Keep a sketch with these `BulkSketch.energies` and `kernels`, as if from the start, to `select` tokens by, or
         because the bulk is coded behind it (then its code stays); none for keys of no whole blocks."""
-        self.version += 1
         layout, kept = Layout.from_bits(self.near_keys.shape[3], bits), self.bulk.sketch
         if (coded := self.record_layout is not None) and energies is None:  # those that records lie behind are kept
             energies = self.near_keys.new_ones(self.near_keys.shape[1], self.near_keys.shape[3]).float()
@@ -208,7 +216,6 @@ class TokenStore:
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
-        self.version += 1
         self.near_keys, self.near_values = self.near_keys[index], self.near_values[index]
         self.bulk.select_rows(index)
         for known in (self.moments, self.bulk.sketch):
@@ -223,7 +230,6 @@ class TokenStore:
     @torch.inference_mode(False)  # as for select
     def move(self, device: torch.device) -> None:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
-        self.version += 1
         self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
         old, self.bulk = self.bulk, self._make_bulk(self.bulk.placement, self.bulk.layer)
         self.bulk.take(old)

@@ -14,6 +14,7 @@ from . import transfers
 from .placement import AUTO, Placement
 from .row_tensors import RowTensors
 from .transfers import AsyncCopy, double_buffer, fetch, find_reader, has_own_memory, send, wait_event
+from .versioned import Buffer
 
 if TYPE_CHECKING:
     from .bulk_sketch import BulkSketch
@@ -30,10 +31,10 @@ class Bulk(RowTensors):
     budget (`placement.py`). Otherwise it lies on the compute device, and reads are views.
     """
 
-    beside: tuple[Tensor, ...] = ()  # on the compute device, tokens that are not in `tensors`
+    beside = Buffer[tuple[Tensor, ...]]()  # on the compute device, tokens that are not in `tensors`
     sketched_beside = 0  # of these, at most so many of a row that has a sketch
     reopened: Sequence[tuple[Any, ...]] = ()  # of each row, see `CodedBulk`
-    sketch: "BulkSketch | None" = None  # of its keys; `TokenStore` has it follow
+    sketch: "Buffer[BulkSketch | None]" = Buffer()  # of its keys; `TokenStore` has it follow
     records: Records | None = None  # what rows with a sketch lie in, if not as keys and values
     _reader: Any = None  # stream of the last kernel that read it in place
 
@@ -47,6 +48,7 @@ class Bulk(RowTensors):
         self._settled = placement.budget != AUTO or not self.offloading
         self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))  # of one head, as given
         self._written: Any = None  # event of the last copy to the host
+        self.sketch, self.beside = None, ()
         self._start(keys, values)
         placement.bulks.add(self)
 

@@ -13,6 +13,7 @@ from ..key_moments.running import take_in
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments, find_segment_start
 from ..sketch.codec import Sketch, average_channels, has_whole_order, list_fields, quantize_segments, round_slopes
 from . import transfers
+from .versioned import Buffer, Versioned
 
 if TYPE_CHECKING:
     from .bulk import Bulk
@@ -31,13 +32,16 @@ def _view_span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor[:, :, start // SEGMENT_TOKENS : count_segments(stop) if stop else 0]
 
 
-class BulkSketch:
+class BulkSketch(Versioned):
     """Of one layer, for rows that have at least `MIN_TOKENS` in the bulk: what tokens are selected by.
 
     It follows from a row's tokens alone, however they came: each segment is coded by its own keys, and the last one
     again as it grows. So after a crop it is as if the rest had never been seen, unless few bits are all that is left
     of a segment that opens again (`reopened.py`).
     """
+
+    tensors = Buffer[Sketch]()  # with room for at least as many tokens as the bulk holds
+    energies = Buffer[Tensor | None]()
 
     def __init__(
         self, keys: Tensor, values: Tensor, layout: Layout, energies: Tensor | None, kernels: str = "auto"
@@ -57,7 +61,7 @@ class BulkSketch:
             self.covariance = torch.zeros(*heads, value_dim, dim, dtype=torch.float32, device=device)
             fields = list_fields(dim, value_dim, layout.count, capacity=0).items()
             made = {name: torch.zeros(*heads, *shape, dtype=dtype, device=device) for name, (dtype, shape) in fields}
-            self.tensors = Sketch(**made)  # with room for at least as many tokens as the bulk holds
+            self.tensors = Sketch(**made)
         self.dtype = keys.dtype
         self.find_coder()  # it is tried before tokens come, as the host waits for that
 

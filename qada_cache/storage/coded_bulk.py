@@ -37,7 +37,6 @@ class CodedBulk(Bulk):
     """
 
     growth = 1 + 1 / 64  # what has room for more takes memory that records are to save
-    _known_weights: tuple[Tensor | None, Tensor] | None = None  # of `records`, behind the energies they follow from
     sketched_beside = SEGMENT_TOKENS + LAST_TOKENS
 
     def __init__(self, keys: Tensor, values: Tensor, *, layout: RecordLayout, **options: Any) -> None:
@@ -90,12 +89,7 @@ class CodedBulk(Bulk):
     @property
     def _weights(self) -> Tensor:
         """`m` `[kv_heads, dim]`, contiguous."""
-        assert self.sketch is not None
-        energies = self.sketch.energies
-        if self._known_weights is None or self._known_weights[0] is not energies:
-            weights = self._find_weights(slice(None)).expand(self.keys.shape[1], -1).contiguous()
-            self._known_weights = energies, weights
-        return self._known_weights[1]
+        return self._find_weights(slice(None)).expand(self.keys.shape[1], -1).contiguous()
 
     def put_beside(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
         """Hold the tokens that follow the records; row `r` then has `lengths[r]` in all. Their own are to follow."""

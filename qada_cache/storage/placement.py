@@ -47,7 +47,6 @@ class Placement:
     def __init__(self, budget: int | float | str) -> None:
         self.budget = budget
         self.bulks: WeakSet[Bulk] = WeakSet()  # which refer to it
-        self.moved = 0  # bulks that left their device as its memory ran out
 
     def __deepcopy__(self, memo: dict) -> "Placement":
         memo[id(self)] = twin = Placement(self.budget)  # that copies of bulks join
@@ -76,4 +75,3 @@ class Placement:
                     raise
             # Not in the handler, whose traceback keeps what the last try held.
             max(placed, key=lambda bulk: bulk.layer).leave_device()
-            self.moved += 1

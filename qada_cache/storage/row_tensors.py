@@ -11,6 +11,7 @@ from transformers.utils import logging
 from ..files.private_map import PrivateMap
 from . import transfers
 from .placement import Placement
+from .versioned import Buffer, Versioned
 
 logger = logging.get_logger(__name__)
 GRANULE = 256  # tokens; capacities are multiples of it
@@ -18,12 +19,12 @@ GROWTH = 1.25  # a store has room for at most this multiple of its tokens when i
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 
 
-class RowTensors:
+class RowTensors(Versioned):
     """Those of a `Bulk`, which fills them; offloaded, in pinned host memory."""
 
     # Keys and values `[batch, kv_heads, capacity, dim]` and `value_dim`, or what `CodedBulk` has; what follows a row's
     # tokens is not initialised and never read.
-    tensors: tuple[Tensor, ...]
+    tensors = Buffer[tuple[Tensor, ...]]()
     stored: list[int]  # tokens of each row in them
     lengths: list[int]  # tokens of each row: as many, or those that `CodedBulk` has beside them too
     source: PrivateMap | None  # the memory that copies share, or the file, under `keys` and `values`

@@ -40,7 +40,7 @@ def flat(query: Query, rows: Rows, layer: Operands) -> dict[str, Any]:
     """What `step_of` would make it of, without what it has none of."""
     kwargs = {"query": query.states} | {name: getattr(query, name) for name in decode_scene.QUERY}
     kwargs |= {name: getattr(rows, name) for name in ROWS} | vars(layer)
-    return {name: part for name, part in kwargs.items() if part is not None and name != "binding"}
+    return {name: part for name, part in kwargs.items() if part is not None and name not in ("bound", "checked_for")}
 
 
 def changed(**changes: Callable[[Any], Any]) -> Changed:

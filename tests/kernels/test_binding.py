@@ -13,7 +13,7 @@ from torch import Tensor
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels import cpu, decode_reference, operands
 from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.operands import Binding, OperandError, Operands, Query, Rows
+from qada_cache.kernels.operands import OperandError, Operands, Query, Rows
 from qada_cache.sketch.codec import Sketch
 from qada_cache.storage import TokenStore
 from qada_cache.versions import pass_cache
@@ -38,17 +38,19 @@ def other(part: Any) -> Any:
 
 
 PARTS = ("near_keys", "near_values", "bulk_keys", "bulk_values", "sketch", "bulk_read_bytes", "sketch_read_bytes")
-RULE = ("scaling", "logit_threshold", "token_threshold")
+RULE = ("logit_threshold", "token_threshold")
+KINDS = ("scaling",)  # of the query, which is of another kind then
 STEPS = ("query", "log_bulk", "local", "bulk_lengths", "decided")
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", PARTS + RULE + STEPS)
+@pytest.mark.parametrize("name", PARTS + RULE + KINDS + STEPS)
 def test_what_is_different_is_bound_anew(name: str) -> None:
     """The second step differs in one thing, and its answer from the first's in what the reference's does."""
-    first, binding = arguments(), Binding()
-    compiled_decode.fused_decode(*step_of(**first, binding=binding))
-    bound = binding.derived
+    first = arguments()
+    query, rows, layer = step_of(**first)
+    compiled_decode.fused_decode(query, rows, layer)
+    bound = layer.bound
     second = first | {name: other(first[name])}
     if name == "local":
         second["local"][0, :1] = False
@@ -59,31 +61,16 @@ def test_what_is_different_is_bound_anew(name: str) -> None:
     if name == "decided":
         second["decided"] = torch.tensor([False, True, True])[:, None, None]
     counted = {part: second[part].zero_() for part in ("bulk_read_bytes", "sketch_read_bytes")}
-    out, flags = compiled_decode.fused_decode(*step_of(**second, binding=binding))
+    query, rows, again = step_of(**second)
+    used = layer if name in STEPS + KINDS else again
+    out, flags = compiled_decode.fused_decode(query, rows, used)
     found = {part: int(count) for part, count in counted.items()}
     counted = {part: count.zero_() for part, count in counted.items()}
     wanted, wanted_flags = decode_reference.decode_step(*step_of(**second))
     assert torch.equal(flags, wanted_flags)
     assert torch.allclose(out, wanted, rtol=1e-4, atol=1e-5)
     assert found == {part: int(count) for part, count in counted.items()}
-    assert (binding.derived is bound) == (name in STEPS)
-
-
-def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
-    """A tensor that is gone is not the one that lies at its place now."""
-    first, binding = arguments(), Binding()
-    query, rows, layer = step_of(**first, binding=binding)
-    operands.check(query, rows, layer)
-    assert binding.matches(query, layer)
-    query, _, again = step_of(**first, binding=binding)
-    assert binding.matches(query, again)
-    assert not copy.deepcopy(binding).matches(query, again)
-    gone = first.pop("bulk_keys")
-    layer.bulk_keys = again.bulk_keys = None
-    shape, gone = gone.shape, None
-    assert binding._tensors[2]() is None
-    again.bulk_keys = torch.zeros(shape)
-    assert not binding.matches(query, again)
+    assert (used.bound is bound) == (name in STEPS)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +96,18 @@ def test_nothing_is_kept_alive_nor_taken_for_another() -> None:
     ],
 )
 def test_a_step_is_looked_at_whatever_is_bound(change: Any) -> None:
-    first, binding = arguments(), Binding()
-    call = step_of(**first, binding=binding)
-    operands.check(*call)
+    first = arguments()
+    query, rows, layer = step_of(**first)
+    operands.check(query, rows, layer)
+    changed = change(first)
+
+    def look() -> None:
+        other_query, other_rows, other_layer = step_of(**first | changed)
+        operands.check(other_query, other_rows, other_layer if "bulk_keys" in changed else layer)
+
     with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
-        operands.check(*step_of(**first | change(first), binding=binding))
-    operands.check(*call)
+        look()
+    operands.check(query, rows, layer)
 
 
 def lay_out(part: Tensor, gap: int = 0) -> Tensor:
@@ -129,9 +122,9 @@ def lay_out(part: Tensor, gap: int = 0) -> Tensor:
 @pytest.mark.parametrize("value_dim", [32, 24])
 def test_a_token_that_is_not_stored_is_stored_first(value_dim: int, gap: int) -> None:
     """In the newest column alone, and only where it is given."""
-    held, made, binding = arguments(value_dim=value_dim), arguments(value_dim=value_dim), Binding()
+    held, made = arguments(value_dim=value_dim), arguments(value_dim=value_dim)
     wanted = compiled_decode.fused_decode(*step_of(**held))
-    call = step_of(**made, binding=binding)
+    call = step_of(**made)
     near = call[2].near_keys, call[2].near_values
     call[0].unstored = tuple(lay_out(part[:, :, -1:].clone(), gap) for part in near)
     for part in near:
@@ -140,11 +133,11 @@ def test_a_token_that_is_not_stored_is_stored_first(value_dim: int, gap: int) ->
     assert all(map(torch.equal, found, wanted))
     for part, name in zip(near, PARTS, strict=False):
         assert torch.equal(part.nan_to_num(9.0), held[name].nan_to_num(9.0))
-    call[0].unstored, bound = None, binding.derived
+    call[0].unstored, bound = None, call[2].bound
     near[0][:, :, -1] = near[1][:, :, -1] = 0.0
     compiled_decode.fused_decode(*call)
     assert not near[0][:, :, -1].any()
-    assert binding.derived is bound
+    assert call[2].bound is bound
 
 
 @needs_compiler
@@ -188,13 +181,13 @@ def test_kernel_and_torch_store_the_same(rows: int, monkeypatch: pytest.MonkeyPa
 @torch.inference_mode()
 def test_layers_bind_when_storage_changes_and_not_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
-    made, original = [], compiled_decode._Bound
+    made, original = [], compiled_decode.BoundStep
 
     def counted(*call: Any) -> Any:
         made.append(call)
         return original(*call)
 
-    monkeypatch.setattr(compiled_decode, "_Bound", counted)
+    monkeypatch.setattr(compiled_decode, "BoundStep", counted)
     model = tiny(max_position_embeddings=8192, num_hidden_layers=3)
     cache, ids = QAdACache(model, moments="current"), prompt(1500)[0]
     model(ids, **pass_cache(cache))
@@ -240,8 +233,8 @@ def test_caches_that_take_turns_make_no_moments_anew(monkeypatch: pytest.MonkeyP
 def test_rows_of_several_lengths_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their moments are not put together in every step, so that what was bound holds."""
     monkeypatch.setattr(cpu, "MIN_TOKENS", 1)
-    model, bound, original = tiny(num_hidden_layers=1), [], compiled_decode._Bound
-    monkeypatch.setattr(compiled_decode, "_Bound", lambda *call: bound.append(call) or original(*call))
+    model, bound, original = tiny(num_hidden_layers=1), [], compiled_decode.BoundStep
+    monkeypatch.setattr(compiled_decode, "BoundStep", lambda *call: bound.append(call) or original(*call))
     ids, mask = prompt(400)[0].expand(2, -1), torch.ones(2, 400, dtype=torch.int64)
     mask[0, :150] = 0
     cache = QAdACache(model, moments="random-tokens", token_threshold=0.0)

@@ -19,7 +19,6 @@ from eval.shared import launch_time
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.kernels import choice, decode_reference
 from qada_cache.kernels import triton as triton_decode
-from qada_cache.kernels.operands import Binding
 from qada_cache.kernels.triton import scratch
 from qada_cache.kernels.triton.scratch import Scratch
 
@@ -73,10 +72,11 @@ def test_what_a_step_launches_and_allocates(
     for name in KERNELS:
         monkeypatch.setattr(triton_decode, name, Launched(name, launched))
     scene = kind(**({"bulk": [(777, 9), (39, 0)]} | sizes))
-    made, binding = make_arguments(scene), Binding()
-    triton_decode.fused_decode(*step_of(**made, binding=binding))
+    made = make_arguments(scene)
+    call = step_of(**made)
+    triton_decode.fused_decode(*call)
     assert launched == expected
-    call = step_of(**made, binding=binding)
+    call = *step_of(**made)[:2], call[2]
     with Operations() as found:
         triton_decode.fused_decode(*call)
     assert launched == 2 * expected
@@ -92,11 +92,12 @@ def test_layers_take_turns() -> None:
         RecordScene(bulk=[(777, 9)], short=(2,), bits=2, group=4, kv_heads=1),
         Scene(bulk=[(63, 1)], short=(2,), dim=64),
     ):
-        held.append((make_arguments(scene, threshold=scene.threshold()), Binding()))
+        made = make_arguments(scene, threshold=scene.threshold())
+        held.append((made, step_of(**made)[2]))
     for factor in (1.0, 0.8):
-        for made, binding in held:
+        for made, layer in held:
             given = made | {"query": made["query"] * factor}
-            out, flags = triton_decode.fused_decode(*step_of(**given, binding=binding))
+            out, flags = triton_decode.fused_decode(*step_of(**given)[:2], layer)
             wanted, wanted_flags = decode_reference.decode_step(*step_of(**given))
             assert torch.equal(flags, wanted_flags)
             torch.testing.assert_close(out, wanted, rtol=2e-3, atol=2e-3)
@@ -110,6 +111,7 @@ def test_a_layers_whole_step(sketch: str, launches: int, monkeypatch: pytest.Mon
     for name in KERNELS:
         monkeypatch.setattr(triton_decode, name, Launched(name, launched))
     monkeypatch.setattr(launch_time, "LAYERS", 2)
+    monkeypatch.setattr("qada_cache.attention.plan.CHECKS", False)
     monkeypatch.setattr(choice, "explain_unsupported", lambda *_: None)
     monkeypatch.setitem(GRAPHS, "cpu", launch_time.NoGraph)
     decoder = launch_time.make_ours(*launch_time.SKETCHES[sketch])

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, selection
 from ...sketch.coded import Records
-from .. import cpu, operands
+from .. import cpu
 from ..border import OperandError, check_tensor, describe
-from ..operands import Operands, Query, check
+from ..operands import Operands, Query, Rows, check
 from ..turn import attend_to_turn
 from .addresses import CPU, View, find_view, view
 from .building import check_size
@@ -23,7 +23,7 @@ NEW = ("new_keys", "new_values")
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
 
 
-class Rows(ctypes.Structure):
+class RowViews(ctypes.Structure):
     """`Rows` of operands.py."""
 
     _fields_ = (*((name, View) for name in OF_ROWS), ("columns", ctypes.c_int64))
@@ -34,7 +34,7 @@ class Decode(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", *NEW, "out", "flags")),
-        ("rows", Rows),
+        ("rows", RowViews),
         *((name, View) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values", "log_bulk")),
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
@@ -64,21 +64,21 @@ def supports(
     )
 
 
-def fused_decode(query: Query, rows: operands.Rows, layer: Operands) -> tuple[Tensor, Tensor]:
+def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """Same contract as `decode_reference.decode_step`, for the calls that `supports` admits."""
     check(query, rows, layer, shares=len(layer.near_keys) == 1)
-    if layer.binding.derived is None:
-        layer.binding.derived = _Bound(query, layer)
-    return layer.binding.derived.compute(query, rows)
+    if layer.bound is None:
+        layer.bound = BoundStep(query, layer)
+    return layer.bound.compute(query, rows)
 
 
-def fused_turn(query: Query, rows: operands.Rows, layer: Operands) -> tuple[Tensor, Tensor]:
+def fused_turn(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """As `fused_decode`, of several queries of one row: `[1, heads, queries, value_dim]`, and bool flags `[1, kv_heads,
     group, queries]`. A byte that several need counts once."""
     return attend_to_turn(fused_decode, query, rows, layer)
 
 
-class _Bound:
+class BoundStep:
     """The kernel with those of its arguments that stay as they are until storage changes."""
 
     def __init__(self, query: Query, layer: Operands) -> None:
@@ -123,7 +123,7 @@ class _Bound:
         near = layer.near_keys, layer.near_values
         self._new = [(part.dtype, (len(states), layer.kv_heads, 1, part.shape[3])) for part in near]
 
-    def compute(self, query: Query, rows: operands.Rows) -> tuple[Tensor, Tensor]:
+    def compute(self, query: Query, rows: Rows) -> tuple[Tensor, Tensor]:
         """`fused_decode` for another query and other rows than those that were bound."""
         states, mass, decode = query.states.contiguous(), query.log_bulk, self._decode
         assert mass is not None
@@ -133,7 +133,7 @@ class _Bound:
                 raise OperandError(name, describe(part), f"{dtype} {list(shape)} on cpu")
         decode.new_keys, decode.new_values = [part.data_ptr() for part in new] or (None, None)
         if rows.derived is None:
-            rows.derived = Rows(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
+            rows.derived = RowViews(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
         out = mass.new_empty(*self._out)  # float32, as is `mass`
         if not self._unused:
             self._unused += mass.new_empty(*self._flags, dtype=torch.bool).unbind()

@@ -137,12 +137,12 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     grows; lengths, masks and `log_bulk` may be written to in place.
     """
     check(query, rows, layer, shares=True)
-    if layer.binding.derived is None:
-        layer.binding.derived = _Bound(query, layer)
-    return layer.binding.derived.compute(query, rows, layer)
+    if layer.bound is None:
+        layer.bound = BoundLaunches(query, layer)
+    return layer.bound.compute(query, rows, layer)
 
 
-class _Bound:
+class BoundLaunches:
     """What stays as it is until storage changes: sizes, numbers and memory of a layer's kernels, but no tensor of its
     own."""
 
@@ -230,8 +230,8 @@ class _Bound:
         parts, lse, done = shared("parts"), shared("lse"), shared("done")
         tokens, prepared, along, turned = (shared(name) for name in ("tokens", "prepared", "along", "turned"))
         if rows.derived is None:
-            rows.derived = _OfRows.find(rows, states.shape[0])
-        of_rows: _OfRows = rows.derived
+            rows.derived = RowStrides.find(rows, states.shape[0])
+        of_rows: RowStrides = rows.derived
         lengths, s_length, s_mass = rows.bulk_lengths, of_rows.strides[2], _find_stride(log_bulk, states.shape[0])
         sketch, records = layer.sketch if self._sketched else None, layer.records
         coding = NO_CODING if sketch is None else find_coding(sketch)
@@ -274,7 +274,7 @@ class _Bound:
         return out, flags
 
 
-class _OfRows(NamedTuple):
+class RowStrides(NamedTuple):
     """What the layers of a pass launch alike."""
 
     tensors: tuple[Tensor, ...]
@@ -282,7 +282,8 @@ class _OfRows(NamedTuple):
     variant: tuple[Any, ...]  # what Triton compiles for
 
     @classmethod
-    def find(cls, rows: Rows, batch: int) -> "_OfRows":
+    def find(cls, rows: Rows, batch: int) -> "RowStrides":
+        """Those of `batch` rows, which may share one."""
         tensors = rows.local, rows.pending, rows.bulk_lengths, rows.decided
         strides = tuple(_find_stride(each, batch) for each in tensors)
         return cls(tensors, strides, (*strides[2:], *(each.data_ptr() % 16 == 0 for each in tensors)))

@@ -25,8 +25,12 @@ def fused_turn(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tenso
     shape, device = (batch, layer.kv_heads, 2 + tokens), query.states.device
     marks = torch.zeros(shape, dtype=torch.int32, device=device)
     at_once = max(1, BLOCK_SCORES // max(1, batch * heads * tokens))
-    marking = replace(layer, marks=marks, bulk_read_bytes=None, sketch_read_bytes=None)
+    if not isinstance(layer.bound, Operands):
+        layer.bound = replace(layer, bulk_read_bytes=None, sketch_read_bytes=None)
+    marking: Operands = layer.bound
+    marking.marks = marks
     found = attend_to_turn(fused_decode, query, rows, marking, at_once)
+    marking.marks = None
     if layer.sketch_read_bytes is not None:
         layer.sketch_read_bytes += marks[:, :, 0].sum()
     if layer.bulk_read_bytes is not None:

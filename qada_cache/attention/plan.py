@@ -1,0 +1,115 @@
+"""What computes a layer's steps, and from what: made once, and used as long as storage is of one version."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..criterion import StaticHeads, logit
+from ..kernels import choice
+from ..kernels.operands import Operands
+from ..sketch.codec import Sketch
+from ..sketch.coded import Records
+from ..state.layer import QAdALayer
+from ..storage import TokenStore
+
+CHECKS = False  # whether every plan that is used is compared with one made anew, as the tests have it
+
+
+@dataclass(eq=False)
+class Plan:
+    """Of calls with queries of one shape. It keeps the tensors that it is of, so a layer has none while they are
+    replaced; a copy of a layer begins without."""
+
+    version: tuple[Any, ...]  # of the storage, and what else it is for
+    kernel: Callable | None  # None: torch computes them
+    operands: Operands
+    queries: torch.Size  # `[batch, heads, queries, dim]`
+    constant: Tensor | None = None  # see `find_constant`
+
+    def __deepcopy__(self, memo: dict) -> None:
+        return None
+
+    def find_constant(self, layer: QAdALayer) -> Tensor:
+        """`Query.log_bulk` of criteria that compare no masses, and of queries without a bulk: `+inf` for long-context
+        heads, `-inf` for local ones, float32 `[1, kv_heads, group, 1]`."""
+        if self.constant is None:
+            kv_heads, criterion = self.operands.kv_heads, layer.options.criterion
+            shape, device = (kv_heads, self.queries[1] // kv_heads), self.operands.near_keys.device
+            long_context = torch.full(shape, criterion != "local", dtype=torch.bool, device="cpu")
+            if isinstance(criterion, StaticHeads):
+                own_heads = layer.shared.model.shard.take_own(criterion.long_context[layer.index])
+                long_context &= own_heads.reshape(kv_heads, -1).cpu()  # one entry for a group broadcasts
+            constant = torch.full(shape, -torch.inf, dtype=torch.float32, device="cpu")
+            constant = constant.masked_fill_(long_context, torch.inf)[None, :, :, None]
+            self.constant = constant.to(device, non_blocking=True)
+        return self.constant
+
+
+def find_plan(layer: QAdALayer, store: TokenStore, states: Tensor, *, by_kernel: bool) -> Plan:
+    """The layer's, for queries `[batch, heads, queries, dim]`; torch computes them unless `by_kernel` is allowed."""
+    version = by_kernel, states.shape, states.dtype, states.device, store.version
+    plan: Plan | None = layer.plan
+    if plan is None or plan.version != version:
+        plan = layer.plan = _make_plan(layer, store, states, version)
+    elif CHECKS:
+        _compare(plan, _make_plan(layer, store, states, version))
+    return plan
+
+
+def _make_plan(layer: QAdALayer, store: TokenStore, states: Tensor, version: tuple[Any, ...]) -> Plan:
+    kernel = find_kernel(layer, store, states) if version[0] else None
+    operands = find_operands(layer, store, by_kernel=kernel is not None)
+    return Plan(version, kernel, operands, states.shape)
+
+
+def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Operands:
+    """What the layer has for a call; what a kernel reads in place, and where it counts, if one computes it."""
+    bulk, sketch, options, counters = store.bulk, store.sketch, layer.options, layer.counters
+    # Criteria that compare no masses need a finite threshold.
+    cut = logit(options.threshold) if options.criterion in ("gaussian", "oracle") else 0.0
+    found = Operands(store.near_keys, store.near_values, bulk.keys, bulk.values, cut)
+    found.group_rule, found.token_threshold = options.group_rule, options.token_threshold
+    if sketch is not None and (sketch.in_use or not by_kernel):
+        found.sketch = sketch.tensors
+    if by_kernel and bulk.sketch is not None and (records := bulk.records) is not None:
+        found.records, found.sketch = records, bulk.sketch.tensors  # keys follow from it, whether or not it selects
+        found.token_threshold = options.token_threshold if store.selects else 0.0
+    if by_kernel:
+        device = store.near_keys.device
+        found.bulk_read_bytes = counters.find_on(device, "bulk_read_bytes")
+        if found.sketch is not None:
+            found.sketch_read_bytes = counters.find_on(device, "sketch_read_bytes")
+    return found
+
+
+def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable | None:
+    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`."""
+    bulk, sketch, options = store.bulk, store.sketch, layer.options
+    records = bulk.records
+    sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
+    layout = sketch.layout if sketch is not None and sketch.in_use else None
+    call = states[:, :, :1], bulk.keys, bulk.values, options.criterion, options.kernels
+    return choice.choose_kernel(*call, layout=layout, records=records, turn=states.shape[2] > 1)
+
+
+def _compare(plan: Plan, fresh: Plan) -> None:
+    """Raise AssertionError, if a plan is not what it would be if made now."""
+    found, wanted = (
+        {name: value for name, value in vars(each.operands).items() if name not in ("bound", "checked_for")}
+        for each in (plan, fresh)
+    )
+    old = [name for name in found if _describe(found[name]) != _describe(wanted[name])]
+    if plan.kernel is not fresh.kernel or old:
+        raise AssertionError(f"a plan of version {plan.version} is old: {old or plan.kernel}")
+
+
+def _describe(part: Any) -> Any:
+    """What a kernel goes by: where tensors lie, and how."""
+    if isinstance(part, Records):  # whose weights follow from the sketch's energies, and are made for each plan
+        return part.layout, _describe(part.tensor), _describe(part.open)
+    if isinstance(part, Tensor):
+        return part.data_ptr(), part.shape, part.stride(), part.dtype, part.device
+    return [*map(_describe, part.to_tensors().values())] if isinstance(part, Sketch) else part

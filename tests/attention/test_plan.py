@@ -1,0 +1,102 @@
+"""What a step is computed from is found once, and anew when storage has another version."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import prompt, tiny
+
+from qada_cache import QAdACache, storage
+from qada_cache.attention import plan as plans
+from qada_cache.storage.bulk import Bulk
+from qada_cache.storage.bulk_sketch import BulkSketch
+from qada_cache.storage.versioned import Buffer
+from qada_cache.versions import pass_cache
+
+
+def fill(tokens: int = 1500, **options: Any) -> tuple[Any, QAdACache, torch.Tensor]:
+    """A model, a cache of one layer that has decoded a token by torch, and more tokens."""
+    model = tiny(num_hidden_layers=1, max_position_embeddings=8192)
+    cache, ids = QAdACache(model, moments="current", kernels="torch", **options), prompt(tokens + 400)[0]
+    for first, end in ((0, tokens), (tokens, tokens + 1)):
+        model(ids[:, first:end], **pass_cache(cache))
+    return model, cache, ids
+
+
+def flush(model: Any, cache: QAdACache, ids: torch.Tensor) -> None:
+    """Decode until tokens have left the near buffer."""
+    store = cache.layers[0].store
+    before = list(store.flushed)
+    while store.flushed == before:
+        model(ids[:, :1], **pass_cache(cache))
+
+
+VERBS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether any buffer is another one after it
+    "a token": (lambda model, cache, ids: model(ids[:, :1], **pass_cache(cache)), False),
+    "a turn": (lambda model, cache, ids: model(ids[:, :9], **pass_cache(cache)), False),
+    "a flush": (flush, False),
+    "a crop": (lambda model, cache, ids: cache.crop(-1), False),
+    "a long turn": (lambda model, cache, ids: model(ids[:, :999], **pass_cache(cache)), True),
+    "more rows": (lambda model, cache, ids: cache.batch_repeat_interleave(2), True),
+    "a beam": (lambda model, cache, ids: cache.reorder_cache(torch.tensor([0, 0])), True),
+}
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("verb", VERBS)
+@torch.inference_mode()
+def test_versions_tell_buffers(verb: str, bits: int) -> None:
+    model, cache, ids = fill(bulk_bits=bits)
+    store, (do, replaces) = cache.layers[0].store, VERBS[verb]
+    before, tensors = store.version, list_buffers(store)
+    if verb == "a flush" and bits == 8:
+        replaces = True  # tokens beside records have room of their own number
+    do(model, cache, ids)
+    same = [one is other for one, other in zip(tensors, list_buffers(store), strict=True)]
+    assert (store.version != before) is (not all(same)) is replaces
+
+
+def list_buffers(store: Any) -> list[Any]:
+    sketch = store.bulk.sketch
+    return [store.near_keys, store.near_values, store.bulk, store.bulk.tensors, store.bulk.beside, sketch.tensors]
+
+
+@pytest.mark.parametrize("kind", [storage.TokenStore, Bulk, BulkSketch])
+def test_every_replacement_counts(kind: type) -> None:
+    """Also those that nobody has thought of yet: the attributes count, not the verbs."""
+    owner, names = object.__new__(kind), [name for name in dir(kind) if isinstance(vars_of(kind).get(name), Buffer)]
+    assert names
+    for count, name in enumerate(names, 1):
+        setattr(owner, name, None)
+        assert owner.replaced == count
+
+
+def vars_of(kind: type) -> dict[str, Any]:
+    return {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+
+
+@torch.inference_mode()
+def test_plans_are_kept_from_token_to_token() -> None:
+    """By one layer, not by its copy; options begin anew."""
+    model, cache, ids = fill()
+    layer = cache.layers[0]
+    kept = layer.plan
+    model(ids[:, :1], **pass_cache(cache))
+    assert layer.plan is kept is not None
+    assert copy.deepcopy(cache).layers[0].plan is None
+    assert cache.fork(threshold=0.5).layers[0].plan is None
+    model(ids[:, :2], **pass_cache(cache))
+    assert layer.plan is not kept
+
+
+@torch.inference_mode()
+def test_an_old_plan_is_noticed() -> None:
+    """A buffer that is replaced behind the version's back."""
+    model, cache, ids = fill()
+    store = cache.layers[0].store
+    assert plans.CHECKS
+    vars(store)["near_keys"] = store.near_keys.clone()
+    with pytest.raises(AssertionError, match=r"is old: .*near_keys"):
+        model(ids[:, :1], **pass_cache(cache))
