@@ -15,8 +15,8 @@ from .kernels import partial_attention
 from .kernels.cpu import prompt
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
-from .key_moments.prompts import PROMPTS
 from .models import find_inputs_device, read_sizes, unwrap_model
+from .names import PROMPTS
 from .sketch import MIN_TOKENS
 from .state import Shared
 from .state.layer import QAdALayer

@@ -55,7 +55,7 @@ def find_plan(layer: QAdALayer, store: TokenStore, states: Tensor, *, by_kernel:
     if plan is None or plan.version != version:
         plan = layer.plan = _make_plan(layer, store, states, version)
     elif CHECKS:
-        _compare(plan, _make_plan(layer, store, states, version))
+        _refuse_old(plan, _make_plan(layer, store, states, version))
     return plan
 
 
@@ -95,7 +95,7 @@ def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable
     return choice.choose_kernel(*call, layout=layout, records=records, turn=states.shape[2] > 1)
 
 
-def _compare(plan: Plan, fresh: Plan) -> None:
+def _refuse_old(plan: Plan, fresh: Plan) -> None:
     """Raise AssertionError, if a plan is not what it would be if made now."""
     found, wanted = (
         {name: value for name, value in vars(each.operands).items() if name not in ("bound", "checked_for")}

@@ -16,11 +16,11 @@ from ..kernels import cpu
 from ..kernels.cpu.building import has_compiler
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
-from ..key_moments.prompts import PROMPTS
 from ..key_moments.rotation import read_rope_settings
 from ..models import find_full_attention_config, read_sizes
 from ..models.latent import find_latent_sizes
 from ..models.sharding import find_shard
+from ..names import PROMPTS
 from ..sketch.coded import RecordLayout
 from ..state import DEFAULT_BITS, ManagedModel, Options, Shared
 from ..state.layer import QAdALayer

@@ -16,15 +16,15 @@ from ..kernels.reference import suspend_autocast
 from ..models import find_full_attention_layers, find_inputs_device, unwrap_model
 from ..models.plain import make_plain
 from ..models.sharding import HeadShard, find_shard
+from ..names import PROMPTS, SCHEMES
 from .observing import observe_queries, read_keys
-from .prompts import PROMPTS, choose_prompt, make_ids
+from .prompts import choose_prompt, make_ids
 from .rotation import Rotation, find_growing_parameters, find_rotations, read_rope_settings
 from .running import RunningMoments
 
 if TYPE_CHECKING:
     from . import KeyMoments
 
-SCHEMES = ("auto", "analytic", "spread", "prompt")
 TOKENS = 1024
 PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256

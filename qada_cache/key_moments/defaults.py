@@ -18,9 +18,10 @@ from ..models import identity
 from ..models.asking import UntoldWeightsError
 from ..models.identity import find_tokenizer
 from ..models.sharding import HeadShard
+from ..names import PROMPTS
 from . import KIND, KeyMoments
 from .collecting import LEFT
-from .prompts import PROMPTS, TOKENS_FOR_WORDS, choose_prompt
+from .prompts import TOKENS_FOR_WORDS, choose_prompt
 
 logger = logging.get_logger(__name__)
 

@@ -8,7 +8,8 @@ from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PROMPTS = ("random-words", "wiki", "single-word", "random-tokens", "single-token")
+from ..names import PROMPTS
+
 TOKENS_FOR_WORDS = {"random-words": "random-tokens", "single-word": "single-token"}
 ARTICLE = Path(__file__).parent / "article.txt"
 ROWS = 65536  # of a vocabulary that are read at a time

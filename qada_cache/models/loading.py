@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.utils import get_session
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+TIMEOUT = 10  # seconds that the Hub has to answer at all
 
 
 def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -> tuple[Any, Any]:
@@ -15,11 +19,30 @@ def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -
     if name.endswith(".gguf") and Path(name).is_file():
         name, where["gguf_file"] = str(Path(name).parent), Path(name).name
         dtype = "float32" if dtype == "auto" else dtype  # the weights' own type is none that can be computed in
+    _check_there(name, where.get("revision"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **where)
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **where), tokenizer
     except (OSError, ValueError) as error:  # which do not always name it
         raise ValueError(f"cannot load the model {name!r}: {error}") from error
+
+
+def _check_there(name: str, revision: str | None) -> None:
+    """Raise ValueError, if `name` is a path of nothing, or of a model of the Hub that nobody can ask for: transformers
+    tries that for a minute."""
+    if Path(name).expanduser().exists():
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
+        raise ValueError(f"there is no file or folder {name}")
+    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
+    except Exception as error:  # of whichever client the library has
+        raise ValueError(
+            f"there is no file or folder {name} and no such model in the Hub's cache, and {constants.ENDPOINT} cannot "
+            f"be reached ({error})"
+        ) from error
 
 
 def count_positions(model: PreTrainedModel) -> int | None:

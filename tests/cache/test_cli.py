@@ -14,6 +14,8 @@ from transformers import AutoTokenizer
 
 from qada_cache import KeyMoments, QAdACache, __version__
 from qada_cache.__main__ import main
+from qada_cache.arguments import make_parser
+from qada_cache.models import loading
 
 MODEL = str(needle.FOLDER)
 
@@ -51,9 +53,13 @@ def test_moments_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "/nowhere", "--out", "{}/x"], "nowhere"),
+        (["--model", "/nowhere", "--out", "{}/x"], "there is no file or folder /nowhere"),
+        (["nowhere.gguf", "--out", "{}/x"], "there is no file or folder nowhere.gguf"),
         (["--model", MODEL, "--out", "{}/no/x"], "--out: there is no folder {}/no"),
-        (["--model", MODEL, "--out", "{}/x", "--prompt", "wiki", "--text", "{}/none"], "No such file .*none"),
+        (
+            ["--model", MODEL, "--out", "{}/x", "--prompt", "wiki", "--text", "{}/none"],
+            "--text: there is no file {}/none",
+        ),
         (["--model", MODEL, "--out", "{}/x", "--tokens", "9"], r"tokens \(9\) must exceed sink_tokens"),
         (["--model", MODEL, "--out", "{}/x", "--prompt", "wiki"], "does not know the words"),
         (["--model", MODEL, "--out", "{}/x", "--text", "a", "--dataset", "b"], "--text or --dataset, not both"),
@@ -98,7 +104,9 @@ def test_profile_goes_by_moments_of_a_name(capsys: pytest.CaptureFixture[str], t
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, status, expected in (
         ([], 2, "the following arguments are required: command"),
-        (["moments"], 2, "required: --model, --out"),
+        (["moments"], 2, "required: --out"),
+        (["moments", "--out", "x"], 2, "required: MODEL"),
+        (["profile", "--layers"], 2, "usage: qada profile"),
         (["moments", "--prompt", "poem"], 2, "choose from"),
         (["--version"], 0, __version__),
         (["moments", "--help"], 0, "random-words"),
@@ -108,6 +116,44 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == status
         shown = capsys.readouterr()
         assert expected in shown.out + shown.err
+
+
+def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """For whether it is there at all: transformers asks for each of a model's files until a minute has gone."""
+    asked = []
+
+    class Session:
+        def head(self, *call: object, **options: object) -> None:
+            asked.append(call)
+            raise ConnectionError("no network")
+
+    monkeypatch.setattr(loading.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading, "get_session", Session)
+    assert main(["profile", "nobody/nothing"]) == 1
+    assert len(asked) == 1
+    assert re.search("nobody/nothing and no such model .* cannot be reached .no network", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("place", [[MODEL], ["--model", MODEL]])
+def test_a_model_by_its_place_or_name(place: list[str]) -> None:
+    for command in (["profile"], ["moments", "--out", "x"], ["tune"], ["serve-folder", "--out", "x"]):
+        for arguments in ([*command, *place], [command[0], *place, *command[1:]]):
+            assert make_parser().parse_args(arguments).model == MODEL
+
+
+def test_help_waits_for_no_library() -> None:
+    """Nor does a mistake."""
+    for arguments in (["--help"], ["tune"], ["report", "m", "--text", "none", "--ask", "?", "--out", "x"]):
+        code = f"""
+import sys
+from qada_cache.__main__ import main
+try:
+    main({arguments!r})
+except SystemExit:
+    pass
+assert not {{"torch", "transformers"}} & {{*sys.modules}}
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_as_a_module() -> None:

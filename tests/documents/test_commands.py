@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers.cli import transformers
 
 from qada_cache.key_moments.defaults import CURRENT, split_sources
-from qada_cache.key_moments.prompts import PROMPTS
+from qada_cache.names import PROMPTS
 from qada_cache.serving import FOLDER
 
 FOREIGN = {"--include_path": "lm_eval"}  # options that are named in order to say that they are not needed

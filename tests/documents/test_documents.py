@@ -15,7 +15,7 @@ from documents import DOCUMENTS, FENCED, ROOT, prose, spans
 import qada_cache
 from qada_cache import QAdACache
 from qada_cache.key_moments.defaults import CURRENT
-from qada_cache.key_moments.prompts import PROMPTS
+from qada_cache.names import PROMPTS
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 ENDINGS = r"py|md|csv|png|txt|cpp|h|yaml|pth|toml|safetensors|json"

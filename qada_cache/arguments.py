@@ -1,0 +1,154 @@
+"""What the command `qada` is told. Nothing here imports torch, so that help and typing errors come at once."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .names import PROMPTS, SCHEMES
+
+# Each command, in a line, and in full.
+COMMANDS = {
+    "moments": (
+        "collect a model's key moments",
+        "Collect the key moments of a model on a prompt, for QAdACache(moments=FILE). QAdACache(model, moments=NAME) "
+        "does so by itself; this command takes other texts, and makes a file to share.",
+    ),
+    "profile": (
+        "measure a long prompt",
+        "Measure memory and time of a long prompt of random words, layer by layer and token by token, with "
+        "DynamicCache and then with QAdACache.",
+    ),
+    "tune": (
+        "choose a model's token_threshold and threshold by what they cost",
+        "Measure on a model and a text what settings of both thresholds lose and read. Choose one within a budget, "
+        "confirm it on other text, and keep it, for QAdACache(model, tuned=True).",
+    ),
+    "report": (
+        "show what an answer read",
+        "Ask a model about a document, with DynamicCache and with QAdACache. Write one page that shows both answers, "
+        "what they cost, and which words each layer and head read. It loads nothing from elsewhere.",
+    ),
+    "serve-folder": (
+        "make a folder of a model's for transformers serve",
+        "Make a folder for `transformers serve --trust-remote-code` that links to a model's files and holds no code "
+        "but our generate.py. Collect key moments and compile kernels ahead, in the dtype and on the device that the "
+        "model will be served with.",
+    ),
+    "store": (
+        "list, drop or verify stored prompts",
+        "List a PrefixStore's prompts by model and owner, drop some or all of them, or read every file and remove "
+        "damaged ones (status 1 if there were any).",
+    ),
+}
+WHICH = "path, Hugging Face Hub id, or GGUF file"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    about = "QAdACache: attention heads that read the long context only when they need it."
+    parser = argparse.ArgumentParser(prog="qada", description=about)
+    parser.add_argument("--version", action="version", version=f"qada-cache {__version__}")
+    parser.set_defaults(revision=None, trust_remote_code=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    loading = argparse.ArgumentParser(add_help=False)
+    loading.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
+    loading.add_argument("--device-map", help="where the model goes, e.g. auto, cuda, cpu")
+    hub = argparse.ArgumentParser(add_help=False, parents=[loading])
+    hub.add_argument("--revision", help="of a model of the Hub")
+    hub.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    deciding = argparse.ArgumentParser(add_help=False, parents=[hub])
+    deciding.add_argument("--threshold", type=float, help="QAdACache's (default: its own)")
+    deciding.add_argument("--token-threshold", type=float, help="QAdACache's (default: its own)")
+    deciding.add_argument("--tuned", action="store_true", default=None, help="take what qada tune kept")
+    names = f"current, {', '.join(PROMPTS)}, a file, or current+ one of the others"
+    deciding.add_argument("--moments", help=f"QAdACache's: {names} (default: its own)")
+
+    def command(name: str, parent: argparse.ArgumentParser, which: str = WHICH, **least: int) -> Any:
+        """A command about a model, which is told by its place or by `--model`; `least` are the least values of its
+        options."""
+        brief, whole = COMMANDS[name]
+        made = commands.add_parser(name, parents=[parent], help=brief, description=whole)
+        made.set_defaults(least=least, parser=made)
+        if which:
+            made.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=which)
+            made.add_argument("--model", metavar="MODEL", help="the same")
+        return made
+
+    add = command("moments", hub).add_argument
+    add("--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)")
+    add("--text", type=Path, help="text file to take real text or words from, instead of our article")
+    add("--dataset", help="dataset to take the text from, of the Hub or a path")
+    add("--subset", help="of the dataset, e.g. wikitext-103-raw-v1")
+    add("--split", default="train", help="of the dataset (default: %(default)s)")
+    add("--column", default="text", help="of the dataset (default: %(default)s)")
+    add("--tokens", type=int, help="how many to read (default: 1024)")
+    add("--seed", type=int, default=0, help="of the random words (default: %(default)s)")
+    add("--scheme", choices=SCHEMES, default="auto", help="how moments become length-free (default: %(default)s)")
+    add("--out", type=Path, required=True, help="safetensors file to write")
+
+    add = command("profile", deciding, prompt_tokens=1, new_tokens=1, chunk=1).add_argument
+    add("--prompt-tokens", type=int, default=32768, help="of the prompt (default: %(default)s)")
+    add("--new-tokens", type=int, default=32, help="to decode (default: %(default)s)")
+    add("--chunk", type=int, default=4096, help="tokens of a prefill pass (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the prompt (default: %(default)s)")
+    add("--layers", action="store_true", help="print a table of the layers as well")
+    add("--out", type=Path, help="CSV file to write every token to")
+    add("--plot", type=Path, help="picture to draw, e.g. profile.png")
+
+    tune = command("tune", hub, following=1, pieces=2)
+    add, budget = tune.add_argument, tune.add_mutually_exclusive_group()
+    add("--text", type=Path, help="text file to choose by (default: Python's help topics)")
+    add("--confirm-text", type=Path, help="text file to confirm by (default: other parts of the same)")
+    budget.add_argument("--kl", type=float, default=0.002, help="most KL from reading all, nats (default: 0.002)")
+    budget.add_argument("--bytes", type=float, help="instead: most of the bulk's bytes that may be read, e.g. 0.08")
+    add("--tokens", type=int, default=4096, help="of each piece of text (default: %(default)s)")
+    add("--following", type=int, default=32, help="to decode after each (default: %(default)s)")
+    add("--pieces", type=int, default=4, help="to choose by; half as many confirm (default: %(default)s)")
+    add("--prefill", action="store_true", help="choose a prefill_threshold too, by what prompts lose and take")
+    add("--plot", type=Path, help="picture to draw, e.g. tune.png")
+
+    add = command("report", deciding, tokens=1, new_tokens=1).add_argument
+    add("--text", type=Path, required=True, help="text file that the question is about")
+    add("--ask", required=True, metavar="QUESTION", help="the question")
+    add("--tokens", type=int, default=16384, help="of the text at most (default: %(default)s)")
+    add("--new-tokens", type=int, default=64, help="of an answer at most (default: %(default)s)")
+    add("--out", type=Path, required=True, help="HTML file to write")
+
+    folder = command("serve-folder", loading, which="the model's folder")
+    folder.add_argument("--out", type=Path, required=True, help="folder to make")
+
+    stored = command("store", argparse.ArgumentParser(add_help=False), which="")
+    stored.add_argument("action", choices=("list", "drop", "verify"), help="what to do")
+    stored.add_argument("ids", nargs="*", metavar="ID", help="drop: of a model and owner, as list prints them")
+    stored.add_argument("--all", action="store_true", help="drop: all of them")
+    stored.add_argument("--folder", type=Path, help="of a PrefixStore (default: its own)")
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what can be refused before seconds of importing, and minutes of loading and measuring: ValueError or
+    OSError. What is missing is told as argparse tells it."""
+    if getattr(options, "model", "") is None:
+        options.parser.error("the following arguments are required: MODEL (a " + WHICH + ")")
+    if getattr(options, "dataset", None) and options.text:
+        raise ValueError("give --text or --dataset, not both")
+    for name in ("text", "confirm_text"):
+        path = getattr(options, name, None)
+        if path is not None and not path.is_file():
+            raise FileNotFoundError(f"--{name.replace('_', '-')}: there is no file {path}")
+    for name in ("out", "plot"):
+        path = getattr(options, name, None)
+        if path is not None and not path.parent.is_dir():
+            raise FileNotFoundError(f"--{name}: there is no folder {path.parent}")
+        if path is not None and path.is_dir() and options.command != "serve-folder":
+            raise IsADirectoryError(f"--{name}: {path} is a folder, name a file in it")
+    if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'")
+    if getattr(options, "prefill", False) and options.bytes is not None:
+        raise ValueError("--prefill goes by KL, of which --bytes says nothing: give --kl")
+    for name, least in options.least.items():
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")

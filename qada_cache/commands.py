@@ -1,0 +1,182 @@
+"""The commands of `qada`, of arguments that were read."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from . import files, profile, tuned_choice, tuning
+from .cache import QAdACache
+from .key_moments import KeyMoments
+from .key_moments.prompts import choose_prompt, make_ids, read_dataset
+from .models.loading import count_positions, load_model
+from .prefix_store import PrefixStore
+from .preparing import prepare
+from .report import report
+from .report.asking import Request
+from .serving import make_folder
+from .tuning import measuring, prompts
+
+
+def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
+    """Model and tokenizer; ValueError, if the model has fewer positions than these options take together."""
+    given = {name: getattr(options, name) for name in ("dtype", "device_map", "revision", "trust_remote_code")}
+    model, tokenizer = load_model(options.model, **given)
+    longest, together = count_positions(model), sum(getattr(options, name) for name in tokens)
+    if longest is not None and together > longest:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in tokens)
+        raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
+    return model, tokenizer
+
+
+def collect_moments(options: argparse.Namespace) -> None:
+    """`qada moments`."""
+    text = _choose_text(options)
+    given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
+    moments = KeyMoments.collect(*_load(options), options.prompt, text=text, **given)
+    moments.save(options.out)
+    layers, kv_heads, dim = moments.shape
+    lengths = f"bulks of {', '.join(map(str, moments.lengths))} tokens" if moments.lengths else "bulks of any length"
+    print(
+        f"wrote {options.out}: {layers} layers, {kv_heads} KV heads, {dim} dims, for {lengths}, from {moments.tokens} "
+        f"tokens ({moments.prompt})"
+    )
+
+
+def _choose_text(options: argparse.Namespace) -> str | None:
+    """The text the user named, if any."""
+    if not options.dataset:
+        return _read_text(options.text, "--text") if options.text else None
+    characters = 16 * (options.tokens or 1024)  # more than enough for as many tokens
+    return read_dataset(options.dataset, options.subset, options.split, options.column, characters=characters)
+
+
+def _read_text(path: Path, name: str) -> str:
+    """The text file that the option `name` gives."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: {path} is no text file in UTF-8") from error
+
+
+def measure_profile(options: argparse.Namespace) -> None:
+    """`qada profile`."""
+    model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
+    cache = _read_cache_options(options)
+    prepare(model, tokenizer, **cache)
+    words = choose_prompt("random-words", tokenizer)
+    ids = make_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
+    if (asked := QAdACache(model, **cache).options).tuned:
+        print(f"QAdACache takes the setting that qada tune kept: {tuned_choice.describe(asked)}")
+    found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
+    _print_table([each.summarize() for each in found])
+    if options.layers:
+        _print_table(profile.make_layer_table(found))
+    if options.out:
+        profile.write_tokens(found, options.out)
+    if options.plot:
+        profile.plot(found, options.plot)
+
+
+def _read_cache_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of QAdACache that were given."""
+    given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold", "tuned")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def make_report(options: argparse.Namespace) -> None:
+    """`qada report`."""
+    request = Request(
+        _read_text(options.text, "--text"), options.text.name, options.ask, options.tokens, options.new_tokens
+    )
+    model, tokenizer = _load(options)
+    name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
+    page = report(model, tokenizer, request, name=name, **_read_cache_options(options)).encode()
+    files.write(options.out, [page])
+    print(f"wrote {options.out}, {len(page) / 2**20:.1f} MiB")
+
+
+def choose_setting(options: argparse.Namespace) -> int:
+    """`qada tune`; 1, if nothing was kept."""
+    if options.tokens < tuning.MIN_PROMPT_TOKENS:
+        raise ValueError(f"--tokens must be at least {tuning.MIN_PROMPT_TOKENS}, got {options.tokens}")
+    budget = tuning.Budget(options.kl if options.bytes is None else None, options.bytes)
+    text = _read_text(options.text, "--text") if options.text else measuring.read_default_text()
+    other = _read_text(options.confirm_text, "--confirm-text") if options.confirm_text else None
+    model, tokenizer = _load(options, "tokens", "following")
+    pieces = measuring.cut_both(text, other, tokenizer, options.pieces, options.tokens, options.following)
+    prepare(model, tokenizer)
+    if options.prefill:
+        prompts.check_selects(model, pieces[0][0].prompt)
+    found = tuning.tune(model, *pieces, budget)
+    _print_table(tuning.make_rows(found), *tuning.write_sentences(found))
+    read = prompts.tune_prompts(model, *pieces, options.kl) if options.prefill else None
+    if read is not None:
+        _print_table(prompts.make_table(read), *prompts.write_sentences(read))
+    if options.plot:
+        tuning.plot(found, options.plot)
+    by_hand = "A setting of a table can be given by hand: QAdACache(model, token_threshold=..., threshold=...)"
+    if not found.confirmed:
+        print(f"Nothing was kept. {by_hand}")
+        return 1
+    try:
+        path = tuning.keep(model, found, read)
+    except (OSError, LookupError) as error:  # a failure after minutes of measuring is no user error
+        print(f"The choice cannot be kept ({error}). {by_hand}")
+        return 1
+    print(
+        f"Kept in {path} for {options.model} in {model.dtype}: QAdACache(model, tuned=True) goes by it, and so do "
+        "qada profile --tuned, and lm-eval with cache_tuned=True."
+    )
+    return 0
+
+
+def make_serve_folder(options: argparse.Namespace) -> None:
+    """`qada serve-folder`."""
+    make_folder(options.model, options.out)
+    options.model = str(options.out)
+    prepare(*_load(options))
+    print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
+
+
+def manage_store(options: argparse.Namespace) -> int:
+    """`qada store`; 1, if files were damaged."""
+    store = PrefixStore(options.folder)
+    if options.action != "drop" and (options.ids or options.all):
+        raise ValueError(f"{options.action} is of all stored prompts and takes no ID")
+    if options.action == "drop" and bool(options.ids) == options.all:
+        raise ValueError("drop takes the IDs that `qada store list` prints, or --all")
+    try:
+        if options.action == "drop":
+            known = {each.id for each in store.prompts()}
+            if missing := set(options.ids) - known:
+                raise ValueError(f"there are no stored prompts {', '.join(sorted(missing))}: see `qada store list`")
+            print(f"removed {store.drop(None if options.all else options.ids)} files")
+            return 0
+        if options.action == "verify":
+            whole, wrong = store.verify()
+            print(*wrong, f"{whole} files are whole, {len(wrong)} were not", sep="\n")
+            return int(bool(wrong))
+        found = store.prompts()
+    except FileNotFoundError:
+        found = []
+    if found:
+        _print_table([each.make_row() for each in found])
+    else:
+        print("no stored prompts")
+    return 0
+
+
+def _print_table(rows: list[dict[str, str]], *sentences: str) -> None:
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(*("  ".join(map(str.rjust, line, widths)) for line in lines), *sentences, sep="\n")
+
+
+RUN = {
+    "moments": collect_moments,
+    "profile": measure_profile,
+    "tune": choose_setting,
+    "report": make_report,
+    "serve-folder": make_serve_folder,
+    "store": manage_store,
+}

@@ -1,0 +1,4 @@
+"""Names that the command line knows before torch is imported."""
+
+PROMPTS = ("random-words", "wiki", "single-word", "random-tokens", "single-token")  # what moments are of
+SCHEMES = ("auto", "analytic", "spread", "prompt")  # how moments become length-free, see `KeyMoments.collect`
