@@ -10,6 +10,7 @@ PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4
 .PHONY: demo test test-all test-oldest test-avx2 check check-python check-cpp docs notebook wheel release gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): two to five minutes, most of it without a word."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --constraint constraints.txt torch
 	$(PIP) install -q --constraint constraints.txt --editable '.[eval,plot,triton]' 'transformers[serving]' gguf pytest pytest-xdist hypothesis ruff mypy import-linter build hatchling twine clang-format

@@ -37,11 +37,12 @@ Caches = dict[str, Callable[[], DynamicCache]]
 def make_caches(model: PreTrainedModel, options: argparse.Namespace) -> Caches:
     """What makes the four caches, by method."""
     chosen = {} if options.threshold is None else {"threshold": options.threshold}
+    bars = sys.stderr.isatty()  # they would flood a log
     return {
         FULL: lambda: DynamicCache(config=model.config),
-        WINDOW: lambda: QAdACache(model, criterion="local", progress=True),
-        WHOLE: lambda: QAdACache(model, token_threshold=0.0, progress=True, **chosen),
-        OURS: lambda: QAdACache(model, progress=True, **chosen),
+        WINDOW: lambda: QAdACache(model, criterion="local", progress=bars),
+        WHOLE: lambda: QAdACache(model, token_threshold=0.0, progress=bars, **chosen),
+        OURS: lambda: QAdACache(model, progress=bars, **chosen),
     }
 
 
@@ -65,24 +66,23 @@ def make_table(turns: list[Turn], told: dict[str, Told]) -> list[dict[str, str]]
     """What was measured as text cells, one method a row."""
     right, _ = judge(turns, told)
     facts = sum(bool(turn.fact) for turn in turns)
-    rows = []
+    ours, rows = told[OURS], []
+    whole = math.nan if ours.stats is None else ours.stats.dense_bulk_bytes / ours.generated
     for method, one in told.items():
         same = sum(ours == full for ours, full in zip(one.answers, told[FULL].answers, strict=True))
-        # DynamicCache keeps everything on the device, and every head reads it for every token.
-        read, local, bulk_read_bytes = 1.0, 0.0, 0.0
+        read, read_bytes = 1.0, whole  # DynamicCache's heads read everything for every token
         if one.stats is not None:
-            read, local = one.stats.read_share, one.stats.sparsity
-            bulk_read_bytes = one.stats.bulk_read_bytes / one.generated
+            read = one.stats.read_share
+            read_bytes = (one.stats.bulk_read_bytes + one.stats.sketch_read_bytes) / one.generated
         rows.append(
             {
                 "method": method,
                 "right": f"{right[method]}/{facts}" if facts else "-",
                 "same": f"{same}/{len(turns)}",
                 "bulk read": _format_share(read),
-                "q heads local": _format_share(local),
                 "device MiB": f"{one.device_bytes / 2**20:.1f}",
                 "host MiB": f"{one.host_bytes / 2**20:.1f}",
-                "read MiB/token": f"{bulk_read_bytes / 2**20:.2f}",
+                "read MiB/token": f"{read_bytes / 2**20:.2f}",
                 "prefill s": f"{one.prefill_seconds:.1f}",
                 "tokens/s": f"{one.decoded / one.decode_seconds:.1f}" if one.decoded else "-",
             }
@@ -126,6 +126,8 @@ def show_setting(model: PreTrainedModel, options: argparse.Namespace, form: Form
     show(f"Document: {title}, {tokens} tokens with all that comes before the first question.")
     show(f"QAdACache: {repr(ours).split('; ')[0]}), group_rule {asked.group_rule}.")
     show("Whole heads: the same with token_threshold 0, as in the paper.")
+    if asked.bulk_bits < 16:
+        show(f"QAdACache holds distant tokens in {asked.bulk_bits} bits a value, the other methods as they were made.")
     show(f"A local head reads {asked.local_tokens} tokens: {asked.sink_tokens} sinks and a window of {asked.window}.")
     if model.device.type == "cpu":
         show("On a CPU, host and device are one memory: host is where the bulk would lie.")
@@ -266,9 +268,9 @@ def run(
 ) -> dict[str, Told]:
     """Every method's chat, one after the other."""
     told = {}
-    with tqdm(
-        total=2 * len(made) * (1 + len(turns)), unit="step", bar_format="{percentage:3.0f}%|{bar:30}| {desc}"
-    ) as bar:
+    form_of_bar = "{percentage:3.0f}%|{bar:30}| {desc}"
+    # A log gets a line for each method instead.
+    with tqdm(total=2 * len(made) * (1 + len(turns)), unit="step", bar_format=form_of_bar, disable=None) as bar:
 
         def tell(doing: str) -> None:
             bar.update()
@@ -280,6 +282,8 @@ def run(
             converse(model, form, opening[:WARM_UP_TOKENS], turns, make(), new_tokens=2, tell=tell)
         for method, make in made.items():
             restore_attention(model)  # DynamicCache is to run without ours before the model's own
+            if bar.disable:
+                print(f"{method} reads and answers ...", file=sys.stderr, flush=True)
             told[method] = converse(model, form, opening, turns, make(), new_tokens=options.new_tokens, tell=tell)
         bar.set_description_str("done")
     return told

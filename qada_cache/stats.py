@@ -211,9 +211,10 @@ def describe_stats(cache: DynamicCache, options: Options, model_type: str) -> st
     tokens += f"{options.bulk_bits} bits, " if options.codes_tokens else ""
     ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
     on_device, on_host = (part / 2**20 for part in count_bytes(cache))
+    counted = f"{cache.get_seq_length()} tokens, " if ours else ""  # layers without attention count none
     return (
         f"QAdACache({model_type}, {ours} of {len(cache.layers)} layers, criterion {criterion}, "
         f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "
-        f"window, offloading {'on' if options.offloading else 'off'}; {cache.get_seq_length()} tokens, "
+        f"window, offloading {'on' if options.offloading else 'off'}; {counted}"
         f"device {on_device:.1f} MiB, host {on_host:.1f} MiB)"
     )

@@ -173,7 +173,10 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
     """
     source, target = Path(model).resolve(), Path(out)
     if not (source / "config.json").is_file():
-        raise FileNotFoundError(f"no model's folder at {model}: of a model of the Hub, `hf download` makes one")
+        which, way = (
+            ("GGUF file", "python -m eval.convert") if source.is_file() else ("model of the Hub", "hf download")
+        )
+        raise FileNotFoundError(f"no model's folder at {model}: of a {which}, `{way}` makes one")
     code = "custom_generate"
     shutil.copytree(Path(FOLDER, code), target / code, ignore=shutil.ignore_patterns("__pycache__"))
     for file in sorted(source.iterdir()):

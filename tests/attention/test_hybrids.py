@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from models import FAMILIES, exact, forced, generate, logits_of, prompt, tiny
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
@@ -222,3 +222,10 @@ def test_layers_of_attention_and_mamba_are_said_to_be_left_alone(family: str, ca
     assert cache.stats().layers == ()
     assert f"{family} holds attention and states of another kind in the same layers" in caplog.text
     assert "no full-attention layers" not in caplog.text
+
+
+def test_a_cache_without_attention_can_be_printed() -> None:
+    """Of a model that has nothing but linear layers; how many tokens it holds is nowhere counted."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    cache = QAdACache(MambaForCausalLM(MambaConfig(**sizes)).eval())
+    assert repr(cache).startswith("QAdACache(mamba, 0 of 2 layers")

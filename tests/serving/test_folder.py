@@ -56,6 +56,9 @@ def test_none_of_the_models_code_is_there(model: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no model's folder at .*missing: of a model of the Hub"):
         make_folder(tmp_path / "missing", tmp_path / "served")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"of a GGUF file, `python -m eval\.convert` makes one"):
+        make_folder(tmp_path / "model.gguf", tmp_path / "served")
     make_folder(model, tmp_path / "served")
     with pytest.raises(FileExistsError):
         make_folder(model, tmp_path / "served")
