@@ -1,5 +1,6 @@
 """A QAdACache as one safetensors file, and back."""
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from .criterion import StaticHeads
 from .files import tensor_file
@@ -16,13 +16,14 @@ from .key_moments.defaults import combine_sources
 from .models import find_full_attention_config, find_inputs_device, identity
 from .models.asking import UntoldWeightsError
 from .models.sharding import check_unsharded, count_processes
+from .said_once import warn_once
 from .state import DECIDING, LAID_OUT, Shared
 from .state.layer import QAdALayer
 from .state.record import BULK, RECORDS, check_alike, record_layer, restore_layer
 from .state.stock import check_stock
 from .storage import transfers
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 KIND = "qada-cache"
 # Tables and moments are tensors; the process that loads a file chooses its kernels.
@@ -48,7 +49,7 @@ def _sample_weights(model: PreTrainedModel) -> list[str]:
     try:
         return identity.sample(model)
     except UntoldWeightsError as error:
-        logger.warning_once(f"this model's caches are saved, and load with config= alone, without the model: {error}")
+        warn_once(logger, f"this model's caches are saved, and load with config= alone, without the model: {error}")
         return []
 
 

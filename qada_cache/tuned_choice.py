@@ -4,13 +4,13 @@ It counts only under the other options of its measurement that outputs depend on
 config and dtype. Caches of a config alone, or of a split model, whose processes see parts of the weights, do without.
 """
 
+import logging
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from . import files
 from .criterion import StaticHeads
@@ -18,9 +18,10 @@ from .files import tensor_file
 from .key_moments import KeyMoments
 from .key_moments.defaults import CURRENT, FOLDER, split_sources
 from .models import identity
+from .said_once import warn_once
 from .state import CONDITIONS, DEFAULT_BITS, THRESHOLD, TOKEN_THRESHOLD, ManagedModel, Options
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 KIND = "qada-choice"
 LEFT_OPEN = ("bulk_bits", "prefill_threshold")  # keywords that a setting has too, unless they are given
@@ -88,9 +89,10 @@ def apply_tuned(options: Options, managed: ManagedModel, left_open: Collection[s
         reason = f"it does not hold what this version keeps ({error})"
     except (LookupError, OSError, ValueError) as error:
         reason = str(error)
-    logger.warning_once(
+    warn_once(
+        logger,
         f"the tuned setting of this {managed.model_type} model is not used: {reason}. This cache goes by "
-        f"{Thresholds.of(options)}; run qada tune, or give token_threshold and threshold by hand"
+        f"{Thresholds.of(options)}; run qada tune, or give token_threshold and threshold by hand",
     )
     return replace(options, tuned=False)
 

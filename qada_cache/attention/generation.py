@@ -1,6 +1,7 @@
 """What `generate` of transformers does with a cache, as its frames on the stack say: no argument of a pass tells."""
 
 import inspect
+import logging
 import threading
 import traceback
 import weakref
@@ -10,11 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.utils import logging
 
+from ..said_once import warn_once
 from ..versions import CACHE
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 _GENERATION = GenerationMixin.__module__
 # Private, and so perhaps gone in another version: then prompts in chunks are taken for turns.
@@ -57,9 +58,10 @@ def warn_of_repeated() -> None:
     for frame, _ in _find_own_call():
         told = frame.f_locals.get("model_kwargs")
         if frame.f_code is not _PREFILL and isinstance(told, dict) and told.get("use_cache") is False:
-            logger.warning_once(
+            warn_once(
+                logger,
                 "generate was given a QAdACache and use_cache=False, by which it does not use the cache but gives it "
-                "the whole text again at every step: leave out use_cache=False (of generation_config too), or the cache"
+                "the whole text again at every step: leave out use_cache=False (of generation_config too) or the cache",
             )
         return
 
@@ -111,9 +113,10 @@ def warn_of_unused(module: nn.Module, tokens: int) -> None:
             f"It keeps one of more tokens: read a long prompt by model(input_ids[:, :-1], {CACHE}=cache) first, then "
             "generate; or use transformers.DynamicCache"
         )
-    logger.warning_once(
+    warn_once(
+        logger,
         f"generate was given a QAdACache that this {name} model does not use: it has read {tokens} tokens with a cache "
-        f"of its own, in full, and the QAdACache stays at {length} tokens, because {reason}"
+        f"of its own, in full, and the QAdACache stays at {length} tokens, because {reason}",
     )
 
 

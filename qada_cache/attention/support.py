@@ -1,6 +1,7 @@
 """Which models a QAdACache can serve, and whether tables of heads and moments are of that model."""
 
 import json
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,6 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
-from transformers.utils import logging
 
 from ..criterion import StaticHeads
 from ..kernels import cpu
@@ -21,13 +21,14 @@ from ..models import find_full_attention_config, read_sizes
 from ..models.latent import find_latent_sizes
 from ..models.sharding import find_shard
 from ..names import PROMPTS
+from ..said_once import warn_once
 from ..sketch.coded import RecordLayout
 from ..state import DEFAULT_BITS, ManagedModel, Options, Shared
 from ..state.layer import QAdALayer
 from ..versions import find_missing
 from .latent import LatentLayer, read_everything
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 NEWEST = (5, 24)  # transformers that the tests run on: what is private there may change
 
@@ -53,10 +54,11 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
     missing = find_missing()
     if missing or tuple(map(int, transformers.__version__.split(".")[:2])) > NEWEST:
         lacking = f", which lacks {', '.join(missing)}" if missing else ""
-        logger.warning_once(
+        warn_once(
+            logger,
             f"qada-cache was tested with transformers up to {'.'.join(map(str, NEWEST))}, and this is "
             f"{transformers.__version__}{lacking}: look for a newer qada-cache, or compare threshold=1.0 with "
-            "DynamicCache once"
+            "DynamicCache once",
         )
     way_out = f"use transformers.DynamicCache for {config.model_type}"
     if config.is_encoder_decoder:

@@ -11,23 +11,24 @@ A cache's first graph is compared: of a model that goes by numbers of the host's
 Steps that move tokens into the bulk, prompts, turns and whatever else a graph cannot hold compute as ever, too.
 """
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from ..models import decoder_forward, read_sizes
 from ..models.sharding import UNSHARDED
+from ..said_once import warn_once
 from ..state import ManagedModel, Options
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
 from .model_state import ModelState
 from .step import Places, Step, find_inputs
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 ROUNDING = 4  # eps of the dtype: what a replayed hidden state may be off the computed one, of its norm
 MOST_EXACT = 1e-5  # where eps is less
 Compute = Callable[..., Any]
@@ -193,8 +194,11 @@ class DecodeGraph:
     def _fail(self, why: str) -> None:
         self.forget()
         self.failed = why
-        tell = logger.warning_once if self.asked else logger.info
-        tell(f"decode steps of this model are computed without a CUDA graph ({why})")
+        said = f"decode steps of this model are computed without a CUDA graph ({why})"
+        if self.asked:
+            warn_once(logger, said)
+        else:
+            logger.info(said)
 
     def _make_sums(self, step: Step) -> list[tuple[Tensor, Tensor]]:
         """Zeros that a graph adds decisions to, layer by layer, as `Counters.count_replays` takes them."""

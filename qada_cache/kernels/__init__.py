@@ -7,6 +7,7 @@ agrees.
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-from transformers.utils import logging
 
+from ..said_once import warn_once
 from . import cpu, reference
 from .cpu import prompt
 from .reference import TOLERANCE, find_fault, merge_partials, softmax_average
 
 __all__ = ["merge_partials", "partial_attention", "softmax_average"]
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 # The path without a fused kernel takes a block of queries at a time, and of keys as many as it can hold in float32:
 # scores, which it has up to four times over, keys and values. Few queries so take few launches, whatever the context.
@@ -178,9 +179,10 @@ def _choose_operator(device: torch.device, dtype: torch.dtype, dim: int, value_d
             continue
         if (wrong := _find_fault(operator, sample, device)) is None:
             return operator
-        logger.warning_once(
+        warn_once(
+            logger,
             f"torch's {operator.name} is not used on {device} for {dtype} and head dimensions {dim} and {value_dim}, "
-            f"plainer operations serve: {wrong}"
+            f"plainer operations serve: {wrong}",
         )
     return None
 

@@ -8,20 +8,21 @@ a CPU (`compiled_decode.py`); else torch, with a warning that says why on a GPU.
 
 import functools
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
+from ..said_once import warn_once
 from ..sketch import Layout
 from ..sketch.coded import Records
 from . import decode_trial
 from .cpu import compiled_decode
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 AUTO_DEVICES = ("cuda",)  # where "auto" takes Triton's kernel: interpreted, on a CPU, it only serves tests
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -113,5 +114,5 @@ def choose_kernel(
             return kernel
     if kernels == "triton":
         raise RuntimeError(f"Triton's kernels were asked for, but {reason}")
-    logger.warning_once(f"tokens are decoded on {query.device} by torch's operations, not by Triton's kernel: {reason}")
+    warn_once(logger, f"tokens are decoded on {query.device} by torch's operations, not by Triton's kernel: {reason}")
     return None

@@ -1,20 +1,21 @@
 """Which implementation codes keys as they are stored: Triton's kernels on a GPU, once tried there; else torch."""
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
+from ..said_once import warn_once
 from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, Layout
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
 from ..sketch.coded import RUNGS, RecordLayout, code_tokens, estimate_keys
 from .choice import AUTO_DEVICES, explain_unsupported
 from .reference import find_fault
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 ALIKE = 0.99  # of codes, scales and orders, at least: sums in another order round some to a neighbour
 ROWS, HEADS = 2, 2  # of a trial
@@ -54,7 +55,7 @@ def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, value_
     coder = Coder(code_segments, derive, code_records)
     if (fault := find_coding_fault(coder, device, dtype, layout, value_dim, plain)) is None:
         return coder
-    logger.warning_once(f"keys are coded on {device} by torch's operations, not by Triton's kernels: {fault}")
+    warn_once(logger, f"keys are coded on {device} by torch's operations, not by Triton's kernels: {fault}")
     return None
 
 

@@ -142,7 +142,7 @@ class KeyMoments:
         """Moments of one layer for bulks of these many tokens each, of the shard's heads: mean `[1, kv_heads, dim]` and
         covariance `[1, kv_heads, dim, dim]`, float32 on `device`.
 
-        They are made once for all callers that keep them (`running.LayerMoments`), so any number of caches may take
+        They are made once for all callers that keep them (`of_layer.LayerMoments`), so any number of caches may take
         turns. Callers round lengths (`rotation.round_length`), so that few different ones are ever asked for.
         """
         found = []

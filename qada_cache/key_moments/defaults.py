@@ -1,5 +1,6 @@
 """A model's default key moments: collected at first use, kept in memory and in a file of the user's cache folder."""
 
+import logging
 import os
 import re
 import threading
@@ -10,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from .. import files
 from ..files import find_home, tensor_file
@@ -19,11 +19,12 @@ from ..models.asking import UntoldWeightsError
 from ..models.identity import find_tokenizer
 from ..models.sharding import HeadShard
 from ..names import PROMPTS
+from ..said_once import warn_once
 from . import KIND, KeyMoments
 from .collecting import LEFT
 from .prompts import TOKENS_FOR_WORDS, choose_prompt
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 REMEMBERED = 8  # models
 CURRENT = "current"  # the prompt being read
@@ -84,7 +85,8 @@ def resolve_moments(
     found = find_moments(config, str(other))
     if found is None:
         whose = getattr(config, "_name_or_path", "") or "this model"
-        logger.warning_once(
+        warn_once(
+            logger,
             f"no {other} moments of {whose} are kept in {find_home()}, and a cache "
             "built with config= has no model to collect them from: it goes by the current prompt's alone, which miss "
             "facts in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes "
@@ -147,7 +149,7 @@ def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        logger.warning_once(f"key moments kept in {find_home() / FOLDER} are not used: {error}")
+        warn_once(logger, f"key moments kept in {find_home() / FOLDER} are not used: {error}")
     if not found and prompt in TOKENS_FOR_WORDS:
         instead = find_moments(config, TOKENS_FOR_WORDS[prompt])
         if instead is not None:
@@ -179,9 +181,10 @@ def _collect(
         return load_default_moments(model, TOKENS_FOR_WORDS[prompt], None, shard)
     moments = KeyMoments.collect(model, tokenizer, prompt)
     if left := moments.origin.get(LEFT):
-        logger.warning_once(
+        warn_once(
+            logger,
             f"key moments are not kept, and every process collects them: functions were put into {', '.join(left)}, "
-            "and without them it is not known what the model computes"
+            "and without them it is not known what the model computes",
         )
     if left or path is None:
         return moments
@@ -190,14 +193,15 @@ def _collect(
             files.write(path.name, tensor_file.encode(KIND, moments.to_tensors(), moments.to_header()), folder=folder)
             files.remove_unused(folder, _NAMES, count=KEPT_FILES, size=KEPT_BYTES, seconds=KEPT_SECONDS)
     except OSError as error:
-        logger.warning_once(
-            f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
+        warn_once(
+            logger, f"key moments cannot be kept in {path.parent} ({error}): they will be collected in every process"
         )
     return moments
 
 
 def _say_tokens(prompt: str, reason: str) -> None:
-    logger.warning_once(
+    warn_once(
+        logger,
         f"moments={prompt!r} are those of ordinary tokens instead of words, which is moments="
         f"{TOKENS_FOR_WORDS[prompt]!r}: {reason}. qada_cache.prepare(model, tokenizer, moments={prompt!r}) takes "
         "another tokenizer",
@@ -236,5 +240,5 @@ def _find_path(model: PreTrainedModel, prompt: str) -> Path | None:
     try:
         return find_home() / FOLDER / f"{start}-{prompt}-{identity.digest(model)}.safetensors"
     except UntoldWeightsError as error:
-        logger.warning_once(f"key moments of this model are not kept, and every process collects them: {error}")
+        warn_once(logger, f"key moments of this model are not kept, and every process collects them: {error}")
         return None

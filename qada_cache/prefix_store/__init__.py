@@ -5,6 +5,7 @@ holds the unchanged keys and values of one segment of tokens. Each cache makes s
 under its own options. Codes of the sketch take longest to make, so `sketches` stores those of whole segments.
 """
 
+import logging
 import os
 import threading
 from collections import Counter
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..cache import QAdACache
 from ..models import unwrap_model
 from ..models.asking import UntoldWeightsError
+from ..said_once import warn_once
 from .checking import check, find_real_rows
 from .filling import copy_tokens, fill, has_shapes, keep_as_made, list_layers
 from .finding import Beginning, Finder
@@ -31,7 +32,7 @@ from .managing import StoredPrompts, StoreStats, summarise, verify
 from .naming import EXACT, Name, describe_reading, name_root
 from .sketches import digest_sketch
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**30
 MAX_AGE = 30 * 24 * 3600.0  # seconds
@@ -184,15 +185,16 @@ class PrefixStore:
         if store is None:
             return 0
         if unlike := {*store.dtypes} - {model.dtype}:
-            logger.warning_once(
+            warn_once(
+                logger,
                 f"prompts are not kept whose keys are in {min(map(str, unlike))}, as under autocast, and not in the "
-                f"model's {model.dtype}: load the model in that dtype"
+                f"model's {model.dtype}: load the model in that dtype",
             )
             return 0
         try:
             root, reading = name_root(model, key), describe_reading(cache.options)
         except UntoldWeightsError as error:
-            logger.warning_once(f"prompts of this model are not kept: {error}")
+            warn_once(logger, f"prompts of this model are not kept: {error}")
             return 0
         origin, kind = getattr(model.config, "_name_or_path", ""), model.config.model_type
         about = {"model": origin, "type": kind, "dtype": str(model.dtype), "keyed": key is not None}
@@ -216,7 +218,7 @@ class PrefixStore:
                     with self._lock:
                         self._counters["written_bytes"] += written
         except OSError as error:
-            logger.warning_once(f"prompts cannot be kept: {error}")
+            warn_once(logger, f"prompts cannot be kept: {error}")
         return kept
 
     def stats(self) -> StoreStats:
@@ -274,9 +276,9 @@ class PrefixStore:
             except FileNotFoundError:
                 pass  # nothing was kept yet
             except UntoldWeightsError as error:
-                logger.warning_once(f"no stored prompts of this model are used: {error}")
+                warn_once(logger, f"no stored prompts of this model are used: {error}")
             except OSError as error:
-                logger.warning_once(f"no stored prompts are used: {error}")
+                warn_once(logger, f"no stored prompts are used: {error}")
             yield finder
 
     @contextmanager

@@ -1,15 +1,14 @@
 """The longest stored beginning of a prompt: chains of segments, followed by their names."""
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from transformers.utils import logging
-
 from .folder import Folder, Header, Layers, Listing
 from .naming import EXACT, SEGMENT_TOKENS, Name, name_segment
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 WORTH = 32  # tokens: fewer, which most prompts of a chat have in common, are read sooner than their file
 READERS = 4  # threads that read files

@@ -1,14 +1,14 @@
 """Writes segments of a cache's tokens that the folder does not have yet."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformers.utils import logging
-
+from ..said_once import warn_once
 from .folder import CODES, Folder, Header, Layers, Listing
 from .naming import EXACT, SEGMENT_TOKENS, Name, name_segment
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def store_row(
@@ -43,9 +43,10 @@ def store_row(
                     header = header._replace(sketch=sketch)
                 size = _write(folder, listing, name, header, layers, max_bytes, chain)
                 if not size:
-                    logger.warning_once(
+                    warn_once(
+                        logger,
                         f"of a prompt of {len(tokens)} tokens {start} are kept, as its max_bytes ({max_bytes}) hold no "
-                        f"more: give more to the PrefixStore of {folder.path}"
+                        f"more: give more to the PrefixStore of {folder.path}",
                     )
                     return start, written
                 written += size

@@ -7,6 +7,7 @@ takes another generation from a folder that holds `custom_generate/generate.py`;
 import contextlib
 import functools
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,10 +17,10 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.utils import logging
 
 from ..cache import QAdACache
 from ..prefix_store.filling import keep_as_made
+from ..said_once import warn_once
 from ..versions import CACHE_NAMES, pass_cache
 from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, counters, find_conversations
 from .memory import estimate_bytes, reserve_memory
@@ -30,7 +31,7 @@ __all__ = ["CONVERSATIONS", "FOLDER", "MEMORY", "SECONDS", "counters", "generate
 FOLDER = str(Path(__file__).parent)  # `generate(custom_generate=...)` takes a str, and passes over a Path silently
 
 # One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
-logger = logging.get_logger("transformers.qada_cache")
+logger = logging.getLogger("transformers.qada_cache")
 
 # Arguments of `generate` under which a cache holds the keys and values of the row of tokens, and no others.
 _HARMLESS = {
@@ -94,7 +95,7 @@ def generate(
     stock = functools.partial(kind.generate, model, inputs, generation_config)
     given = {name: value for name, value in arguments.items() if value is not None}
     if (prepare := getattr(kind, "_prepare_generation_config", None)) is None:
-        logger.warning_once("no conversations are kept: this transformers lacks _prepare_generation_config")
+        warn_once(logger, "no conversations are kept: this transformers lacks _prepare_generation_config")
         return stock(**arguments)
     settings, others = prepare(model, generation_config, **given)
     if given.keys() & set(CACHE_NAMES) or not settings.use_cache:

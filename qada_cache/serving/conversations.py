@@ -1,5 +1,6 @@
 """Caches of a model's last conversations. A request that begins like one of them goes on with it."""
 
+import logging
 import math
 import threading
 import time
@@ -11,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..attention import forward as attention
 from ..cache import QAdACache
 from ..models import identity
 from ..models.asking import UntoldWeightsError
+from ..said_once import warn_once
 from ..state.layer import QAdALayer
 from .memory import find_host_memory
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 CONVERSATIONS = 4  # kept of each model
 MEMORY = 0.25  # of the host's, that their caches may take
@@ -76,7 +77,7 @@ def _sample_weights(model: PreTrainedModel) -> Any:
     try:
         return identity.sample(model)
     except UntoldWeightsError as error:
-        logger.warning_once(f"no conversation with this model is continued: {error}")
+        warn_once(logger, f"no conversation with this model is continued: {error}")
         return object()
 
 

@@ -4,19 +4,20 @@ So a server that ends, in whatever way, or drops a conversation for want of memo
 """
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..cache import QAdACache
 from ..prefix_store import PrefixStore
+from ..said_once import warn_once
 from .memory import estimate_bytes, reserve_memory
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 Store = bool | str | os.PathLike | PrefixStore
 
@@ -54,7 +55,7 @@ class Stored:
             try:
                 self.tokens = store.count(model, self._prompt, key=key, **options)
             except NotImplementedError as error:  # its layers cannot be cropped, for example
-                logger.warning_once(f"conversations are not stored: {error}")
+                warn_once(logger, f"conversations are not stored: {error}")
                 self._store = None
 
     def restore(self, *, forget: Callable[[], int]) -> QAdACache:

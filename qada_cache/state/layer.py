@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from ..key_moments.running import LayerMoments
+from ..key_moments.of_layer import LayerMoments
 from ..no_tensors import refuse_moves
 from ..storage import TokenStore
 from ..storage.padding import NONE

@@ -1,19 +1,20 @@
 """Tensors that hold tokens row by row: where they lie, and what they take."""
 
+import logging
 import math
 from collections.abc import Sequence
 from itertools import product
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from ..files.private_map import PrivateMap
+from ..said_once import warn_once
 from . import transfers
 from .placement import Placement
 from .versioned import Buffer, Versioned
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a store has room for at most this multiple of its tokens when it moves; pinned blocks for more
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
@@ -47,8 +48,8 @@ class RowTensors(Versioned):
                 try:
                     return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
-                    logger.warning_once(
-                        f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
+                    warn_once(
+                        logger, f"the bulk lies in host memory that is not pinned, so that copies of it wait: {error}"
                     )
             return transfers.make_empty(shape, like.dtype, transfers.HOST if offloaded else self.device)
 

@@ -1,17 +1,17 @@
 """Bulks in memory that copies of a cache share."""
 
 import itertools
+import logging
 import mmap
 import threading
 from collections.abc import Sequence
 
-from transformers.utils import logging
-
 from ..files import private_map
 from ..files.private_map import PrivateMap
+from ..said_once import warn_once
 from .bulk import Bulk
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 _moving = threading.Lock()  # of one cache, several threads may make copies at once
 
@@ -30,7 +30,7 @@ def move_to_shared_memory(bulks: Sequence[Bulk]) -> None:
             file = private_map.create_anonymous(ends[-1])
             content, source = file.map(shared=True), PrivateMap(file)
         except (OSError, RuntimeError) as error:
-            logger.warning_once(f"copies of a QAdACache share no memory, as the system does not give any: {error}")
+            warn_once(logger, f"copies of a QAdACache share no memory, as the system does not give any: {error}")
             return
         starts = iter(ends)
         for bulk in loose:  # one after the other, so that only one bulk at a time takes its memory twice

@@ -12,11 +12,11 @@ import torch
 from accelerate import cpu_offload
 from models import generate, prompt, tiny
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
-from transformers.utils.logging import warning_once
 
 import qada_cache
 from qada_cache import QAdACache
 from qada_cache.attention import generation, support
+from qada_cache.said_once import warn_once
 from qada_cache.versions import PRIVATE, PRIVATE_ONCE, find_missing
 
 PACKAGE = Path(qada_cache.__file__).parent
@@ -104,7 +104,7 @@ def test_without_one_there_is_the_meant_warning(
     """And prompts are read, and tokens generated, as ever."""
     model, text = tiny(), prompt(60)[0]
     wanted = generate(model, text, None, tokens=6, prefill_chunk_size=None).sequences
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     if name == "_prefill":  # under another name, which its callers know
         monkeypatch.setattr(GenerationMixin, "_renamed", GenerationMixin._prefill, raising=False)
         monkeypatch.setattr(generation, "_PREFILL", None)
@@ -128,7 +128,7 @@ def test_what_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("version", "warns"), [("5.24.0", False), ("5.25.0.dev0", True), ("6.0.0", True)])
 def test_a_newer_transformers_is_a_warning(version: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setattr(support.transformers, "__version__", version)
     said: list[str] = []
     monkeypatch.setattr(support.logger, "warning", lambda message, *args, **kwargs: said.append(message))

@@ -13,7 +13,6 @@ from models import prompt, tiny
 from readable import english_tokenizer, readable_model
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
-from transformers.utils.logging import warning_once
 from transformers.utils.quantization_config import GgufConfig
 
 from qada_cache import QAdACache, prepare, preparing
@@ -22,6 +21,7 @@ from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.key_moments import defaults
 from qada_cache.models import identity
 from qada_cache.models.identity import find_tokenizer
+from qada_cache.said_once import warn_once
 from qada_cache.sketch import MIN_TOKENS, Layout
 from qada_cache.state import Shared
 from qada_cache.versions import pass_cache
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no memory of what earlier tests collected and built."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(defaults, "_remembered", {})
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     cpu.build.cache_clear()
     return tmp_path / "home"
 

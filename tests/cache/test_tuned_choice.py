@@ -19,11 +19,11 @@ from readable import readable_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
-from transformers.utils.logging import warning_once
 
 from qada_cache import PrefixStore, QAdACache, StaticHeads, prepare, tuned_choice
 from qada_cache.files import tensor_file
 from qada_cache.models.sharding import HeadShard
+from qada_cache.said_once import warn_once
 from qada_cache.state import CONDITIONS, DECIDING, LAID_OUT, THRESHOLD, TOKEN_THRESHOLD
 from qada_cache.versions import pass_cache
 
@@ -33,7 +33,7 @@ HEADS = StaticHeads(torch.tensor([[True, False, False, True], [False, True, Fals
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     return tmp_path / "home" / "moments"
 
 

@@ -18,9 +18,9 @@ from transformers import (
     RwkvConfig,
     RwkvForCausalLM,
 )
-from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
+from qada_cache.said_once import warn_once
 from qada_cache.versions import pass_cache
 
 TEXT = prompt(60)[0]
@@ -29,7 +29,7 @@ UNUSED = "generate was given a QAdACache that this"
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
-    warning_once.cache_clear()
+    warn_once.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 from models import SMALL, generate, prompt, tiny
-from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
 from qada_cache.key_moments import defaults
+from qada_cache.said_once import warn_once
 
 
 @pytest.fixture
@@ -25,5 +25,5 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder that does not exist yet, and a process that remembers no moments and has warned of nothing."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(defaults, "_remembered", {})
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     return tmp_path / "home"

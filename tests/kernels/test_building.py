@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from compilers import compiler, needs_compiler
-from transformers.utils.logging import warning_once
 
 from qada_cache import files
 from qada_cache.kernels.cpu import building, process
 from qada_cache.kernels.cpu.building import Library
+from qada_cache.said_once import warn_once
 
 SECONDS = 20  # the most that anything here waits
 
@@ -71,7 +71,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As in a process, and for a user, that has built nothing yet."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(building, "_builds", building._Builds())
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     return tmp_path / "home"
 
 

@@ -16,11 +16,11 @@ from harness import find_kernel
 from scenarios import play, small_buffers
 from test_kernels import SCALING, check
 from torch import Tensor
-from transformers.utils.logging import warning_once
 
 from qada_cache import kernels
 from qada_cache.kernels import cpu, reference
 from qada_cache.kernels.cpu import building, compiled_decode
+from qada_cache.said_once import warn_once
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
 SIZES = [
@@ -202,7 +202,7 @@ def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As in a process that has built nothing yet; its cache folder."""
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from parts import DTYPES, SCALING, check, tensors
 from torch import Tensor
-from transformers.utils.logging import warning_once
 
 from qada_cache import kernels
 from qada_cache.kernels import partial_attention
 from qada_cache.kernels.reference import find_fault
+from qada_cache.said_once import warn_once
 
 PLAIN = kernels.OPERATORS["cpu"][0]
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
@@ -23,7 +23,7 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 def nothing_tried(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """What other tests have found out is not known here, nor the reverse."""
     kernels._choose_operator.cache_clear()
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     yield
     kernels._choose_operator.cache_clear()
 

@@ -13,11 +13,11 @@ from pair import Pair, Tally
 from quick_cases import mark_rest_slow
 from scenarios import play, small_buffers
 from torch._subclasses import FakeTensorMode
-from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.kernels import choice, decode_trial
 from qada_cache.kernels.operands import Operands, Query, Rows
+from qada_cache.said_once import warn_once
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as triton_decode
@@ -169,7 +169,7 @@ def test_older_gpus_are_not_asked_to_compile_it(
     monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(decode_trial, "find_decode_fault", lambda *args, **kwargs: None)
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     with FakeTensorMode():
         query, bulk = (torch.empty(tensor.shape, device="cuda") for tensor in (QUERY, BULK))
         call = query, bulk, bulk, "gaussian", kernels

@@ -16,11 +16,11 @@ from pair import Pair
 from planted import WRONG, WRONG_RECORDS, WRONG_SKETCHES, plant
 from scenarios import small_buffers
 from torch import Tensor
-from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
 from qada_cache.kernels import choice, decode_trial, reference
 from qada_cache.kernels.operands import Query, Rows
+from qada_cache.said_once import warn_once
 from qada_cache.sketch import MIN_TOKENS, Layout
 from qada_cache.sketch.coded import RecordLayout, Records
 
@@ -46,7 +46,7 @@ def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of what other tests have found out nothing is known here, nor the reverse."""
     monkeypatch.delenv("QADA_KERNELS", raising=False)
     decode_trial.find_decode_fault.cache_clear()
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     yield
     decode_trial.find_decode_fault.cache_clear()
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from models import SMALL, prompt, tiny
 from transformers import LlamaForCausalLM, PreTrainedModel
-from transformers.utils.logging import warning_once
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments import defaults
+from qada_cache.said_once import warn_once
 from qada_cache.versions import pass_cache
 
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no memory of what earlier tests collected."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     forget(monkeypatch)
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     return tmp_path / "home" / "moments"
 
 

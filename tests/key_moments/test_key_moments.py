@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qada_cache import KeyMoments
+from qada_cache.key_moments.of_layer import LayerMoments
 from qada_cache.key_moments.rotation import Rotation, round_length
-from qada_cache.key_moments.running import LayerMoments
 from qada_cache.models.sharding import UNSHARDED
 
 CPU = torch.device("cpu")

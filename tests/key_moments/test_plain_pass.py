@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import weight_norm
 from transformers import PreTrainedModel
-from transformers.utils.logging import warning_once
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments import collecting, defaults
+from qada_cache.said_once import warn_once
 
 IDS = prompt(300)[0]
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and no memory of what earlier tests collected."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(defaults, "_remembered", {})
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     return tmp_path / "home" / "moments"
 
 

@@ -28,12 +28,12 @@ from packed_layers import (
 )
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils.logging import warning_once
 
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.key_moments import defaults
 from qada_cache.models import identity
 from qada_cache.models.asking import UntoldWeightsError
+from qada_cache.said_once import warn_once
 from qada_cache.versions import pass_cache
 
 EXACT: dict[str, Any] = {**SMALL, "moments": "current", "threshold": 1.0}
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(defaults, "_remembered", {})
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     return tmp_path / "home" / "moments"
 
 

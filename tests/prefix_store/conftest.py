@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from models import tiny
 from transformers import PreTrainedModel
-from transformers.utils.logging import warning_once
 
 from qada_cache import PrefixStore
+from qada_cache.said_once import warn_once
 
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
     """A process that has warned of nothing."""
-    warning_once.cache_clear()
+    warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from harness import SINKS, WINDOW, Inputs, new_layer
 from models import SMALL, generate, prompt, tiny
 from stand_in import accelerator, on_gpu, strided, without_waiting
 from torch import Tensor
-from transformers.utils.logging import warning_once
 
 from qada_cache import QAdACache
+from qada_cache.said_once import warn_once
 from qada_cache.serving.conversations import Conversation, Conversations, Limits
 from qada_cache.storage import bulk, row_tensors, transfers
 from qada_cache.storage.bulk import Bulk
@@ -118,7 +118,7 @@ def unpinnable(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
 
 def test_memory_that_cannot_be_pinned(caplog: pytest.LogCaptureFixture) -> None:
     """Here there is nothing to pin it for; said once, and the store works on."""
-    warning_once.cache_clear()
+    warn_once.cache_clear()
     like = torch.empty(1, 2, 0, 4, device="meta")
     with mock.patch.object(torch, "empty", unpinnable), caplog.at_level(logging.WARNING):
         store = Bulk(like, like, offloading=True, placement=Placement(0), layer=0)

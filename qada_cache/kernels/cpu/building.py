@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -19,12 +20,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers.utils import logging
-
 from ... import files
+from ...said_once import warn_once
 from .process import run_command
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 FOLDER = "kernels"  # of `files.find_home()`
 DIGEST_BYTES = 32
@@ -81,7 +81,7 @@ def build_library(source: Path, macros: tuple[str, ...], warning: str) -> ctypes
     try:
         return build.result()
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning_once(f"{warning}: {error}")
+        warn_once(logger, f"{warning}: {error}")
         return None
     finally:
         with builds.lock:
@@ -173,7 +173,7 @@ def _build(compiler: str, source: Path, macros: tuple[str, ...], name: str) -> c
                 return _link(folder, name)
         except OSError as error:  # a cache folder that cannot be used is no reason to be slow
             where = files.find_home() / FOLDER
-            logger.warning_once(f"kernels cannot be kept in {where} ({error}): they will be built in every process")
+            warn_once(logger, f"kernels cannot be kept in {where} ({error}): they will be built in every process")
         return ctypes.CDLL(str(library))  # which needs no file once it is loaded
 
 
@@ -210,7 +210,7 @@ def _load_kept(name: str) -> ctypes.CDLL | None:
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning_once(f"the kernel {files.find_home() / FOLDER / name} is built again: {error}")
+            warn_once(logger, f"the kernel {files.find_home() / FOLDER / name} is built again: {error}")
     return None
 
 
