@@ -6,7 +6,6 @@ from operator import add, sub
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..key_moments.running import RunningMoments
 from ..sketch import Layout
@@ -14,17 +13,15 @@ from ..sketch.coded import RecordLayout
 from .bulk import Bulk
 from .bulk_sketch import BulkSketch
 from .coded_bulk import CodedBulk
-from .padding import find_real_tokens
+from .near import NearTokens, Pair
 from .placement import Placement
-from .row_tensors import GROWTH
-from .versioned import Buffer, Versioned
+from .versioned import Buffer
 
 PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many
 ROOM_TOKENS = 1024  # recent tokens that have room from the start; more columns come as they are needed
-Pair = tuple[Tensor, ...]  # keys and values
 
 
-class TokenStore(Versioned):
+class TokenStore(NearTokens):
     """Keys and values of one layer, every row kept as `sinks | bulk | recent`, oldest first.
 
     Recent tokens are the sliding window, and pending tokens, which wait to move on in chunks. They are right-aligned:
@@ -33,7 +30,7 @@ class TokenStore(Versioned):
     tokens precede the window of every query of the next call of at most `window` tokens.
     """
 
-    near_keys, near_values, bulk = Buffer[Tensor](), Buffer[Tensor](), Buffer[Bulk]()
+    bulk = Buffer[Bulk]()
 
     def __init__(
         self,
@@ -49,26 +46,14 @@ class TokenStore(Versioned):
     ) -> None:
         """An empty store for tensors like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), and no moments
         or sketch. `placement` and `layer` are as for `Bulk`, `bulk_bits` for `RecordLayout.from_bits`."""
-        self.sinks, self.window, self.offloading = sinks, window, offloading
+        # A call appends at most `window` tokens to at most `window` kept ones; the rest is pending.
+        capacity, batch = window + max(window, PENDING_TOKENS), len(keys)
+        super().__init__(keys, values, sinks=sinks, capacity=capacity, columns=sinks + min(capacity, ROOM_TOKENS))
+        self.window, self.offloading = window, offloading
         self.dtypes = keys.dtype, values.dtype
-        batch, kv_heads = keys.shape[:2]
-        self.end = 0  # recent columns in use
-        self.place: Tensor | None = None  # int64 [1]: the column that a graph being captured has a token go to
         self.decoded = False  # whether `append` put anything into the bulk since the last `absorb`
-        self.lengths = [0] * batch  # tokens of each row
-        self.flushed = [0] * batch  # of these, the oldest ones, that are no longer recent
         # Of these, the oldest ones: all read by `absorb`, and all by `absorb` or under the same decisions.
         self.exact, self.alike = [0] * batch, [0] * batch
-        # Recent columns, at most; there are as many as have been needed. A call appends at most `window` tokens to at
-        # most `window` kept ones; the rest is pending.
-        self.capacity = window + max(window, PENDING_TOKENS)
-        columns = sinks + min(self.capacity, ROOM_TOKENS)
-        with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
-            # `[batch, kv_heads, columns, dim]` and `value_dim`, sink columns first, then recent ones. Zeros, not empty:
-            # masked columns meet a weight of 0, and 0 times garbage could be nan.
-            self.near_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
-            # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
-            self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
         self.record_layout = RecordLayout.from_bits(keys.shape[3], values.shape[3], bulk_bits)
         self.bulk = self._make_bulk(placement, layer)
         # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
@@ -92,21 +77,6 @@ class TokenStore(Versioned):
         bulk, sketch = self.bulk, self.bulk.sketch
         return self.replaced, bulk.replaced, *(() if sketch is None else (sketch.replaced, sketch.in_use))
 
-    @property
-    def batch(self) -> int:
-        """Rows held."""
-        return len(self.lengths)
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` recent tokens."""
-        columns = self.near_keys.shape[2]
-        if self.sinks + tokens > columns:
-            # A window may be much longer than the texts that are read.
-            more = self.sinks + min(int(GROWTH * tokens), self.capacity) - columns
-            with torch.inference_mode(False):  # as in __init__
-                self.near_keys = functional.pad(self.near_keys, (0, 0, 0, more))
-                self.near_values = functional.pad(self.near_values, (0, 0, 0, more))
-
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None, *, write: bool = True) -> None:
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding. If not
         `write`, tokens without padding are counted, and whoever asked has them put into their columns."""
@@ -124,12 +94,6 @@ class TokenStore(Versioned):
             self._set_recent(groups, [self._extend(rows, (keys, values), valid) for rows in groups])
         self.lengthen(tokens, valid, exact=False)
 
-    def write(self, keys: Tensor, values: Tensor) -> None:
-        """Put the newest tokens of every row into their columns."""
-        for near, new in ((self.near_keys, keys), (self.near_values, values)):
-            old = near.narrow(2, self.sinks + self.end - new.shape[2], new.shape[2])
-            old.copy_(new) if self.place is None else near.index_copy_(2, self.place, new)
-
     def advance(self) -> None:
         """Count one more token of every row, which a replayed graph has put into its column."""
         self.end += 1
@@ -145,11 +109,6 @@ class TokenStore(Versioned):
         self._set_recent(groups, recents)
         self.lengthen(keys.shape[2], valid, exact=True)
         self.decoded = False
-
-    def view_near(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Views of sinks and recent tokens of rows alike, `[rows, kv_heads, tokens, dim]` each."""
-        sinks = slice(0, min(self.flushed[rows.start], self.sinks))
-        return [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks]), self._view_recent(rows)]
 
     def find_flushed(self, lengths: list[int]) -> list[int]:
         """The `flushed` of rows that are cropped to these lengths."""
@@ -237,13 +196,6 @@ class TokenStore(Versioned):
             if known is not None:
                 known.move(device)
 
-    def _list_rows(self) -> list[slice]:
-        return [slice(row, row + 1) for row in range(self.batch)]
-
-    def _group_rows(self, *per_row: list[int]) -> list[slice]:
-        """Groups of rows that can be handled as one: all of them if these counts agree, else one by one."""
-        return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._list_rows()
-
     def _catch_up(self, rows: Iterable[int]) -> None:
         """Add the bulk's missing tokens to the moments, before an exact call: those decoded under frozen moments."""
         if self.moments is None:
@@ -260,19 +212,6 @@ class TokenStore(Versioned):
         for counts in (self.exact, self.alike) if exact else (self.alike,):
             counts[:] = map(_grow, counts, before, self.lengths)
 
-    def _view_recent(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Views of the recent tokens of rows alike."""
-        start = (stop := self.sinks + self.end) - (self.lengths[rows.start] - self.flushed[rows.start])
-        return self.near_keys[rows, :, start:stop], self.near_values[rows, :, start:stop]
-
-    def _extend(self, rows: slice, new: Pair, valid: Tensor | None) -> Pair:
-        """The recent tokens of rows alike and the real ones of `new` behind them; no views of what is held."""
-        real = slice(None) if valid is None else find_real_tokens(valid, rows.start, new[0].device)
-        new = tuple(part[rows][:, :, real] for part in new)
-        if self.lengths[rows.start] == self.flushed[rows.start]:
-            return new
-        return tuple(torch.cat(parts, dim=2) for parts in zip(self._view_recent(rows), new, strict=True))
-
     def copy_tokens(self, rows: slice, start: int, stop: int) -> Pair:
         """Copies of real tokens `start..stop` of rows alike, wherever they lie, on the compute device."""
         gone = self.flushed[rows.start]
@@ -284,15 +223,6 @@ class TokenStore(Versioned):
         keys, values = self._view_recent(rows)
         parts.append((keys[:, :, recent], values[:, :, recent]))
         return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
-
-    def _set_recent(self, groups: list[slice], recents: list[Pair]) -> None:
-        """Replace the recent tokens of every group of rows by these, right-aligned (copies, not views of them)."""
-        self.end = max(keys.shape[2] for keys, _ in recents)
-        self.reserve(self.end)
-        stop = self.sinks + self.end
-        for rows, (keys, values) in zip(groups, recents, strict=True):
-            self.near_keys[rows, :, stop - keys.shape[2] : stop] = keys
-            self.near_values[rows, :, stop - values.shape[2] : stop] = values
 
     def _flush(self, rows: slice, recent: Pair, *, exact: bool) -> Pair:
         """Rows alike keep a window of these recent tokens, which is returned. Older ones go to the sinks until they are

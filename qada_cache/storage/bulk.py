@@ -240,10 +240,6 @@ class Bulk(RowTensors):
             found.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
         return fetch(tuple(found), self.device, after=None)
 
-    def clip_stored(self, row: int, start: int, stop: int) -> slice:
-        """Of a row's tokens `start..stop` those in `tensors`."""
-        return slice(min(start, self.stored[row]), min(stop, self.stored[row]))
-
     def choose_stored(self, row: int, index: Tensor) -> Tensor:
         """Of a row's tokens `index`, ascending, those in `tensors`."""
         return index

@@ -90,6 +90,10 @@ class RowTensors(Versioned):
             return self.offloaded
         return not self.placement.has_room(self, rows * capacity * self.row_token_bytes)
 
+    def clip_stored(self, row: int, start: int, stop: int) -> slice:
+        """Of a row's tokens `start..stop` those in `tensors`."""
+        return slice(min(start, self.stored[row]), min(stop, self.stored[row]))
+
     @property
     def mappable(self) -> bool:
         """Whether its storage is plain host memory, perhaps a mapped file."""

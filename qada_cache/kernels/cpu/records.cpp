@@ -21,7 +21,7 @@ struct Coding {
 };
 
 // `count` tokens of one segment.
-struct Block {
+struct CodedTokens {
     const Coding& call;
     const int64_t row, head, start, count;
     const int64_t token = call.first + start, segment = std::min(token / call.segment_tokens, call.segments - 1);
@@ -166,7 +166,7 @@ void for_blocks(const Coding& call, Work work) {
         for (int64_t start = job % blocks * TOKENS; start < stop;) {  // a segment may end within
             const int64_t left = call.segment_tokens - (call.first + start) % call.segment_tokens;
             const int64_t count = std::min(stop - start, left);
-            work(Block{call, row, head, start, count});
+            work(CodedTokens{call, row, head, start, count});
             start += count;
         }
     }
@@ -178,9 +178,9 @@ void for_blocks(const Coding& call, Work work) {
 extern "C" int64_t coding_size() { return sizeof(Coding); }
 
 extern "C" void code_records(const Coding* call) {
-    for_blocks(*call, [](const Block& block) { block.code(); });
+    for_blocks(*call, [](const CodedTokens& tokens) { tokens.code(); });
 }
 
 extern "C" void decode_records(const Coding* call) {
-    for_blocks(*call, [](const Block& block) { block.decode(); });
+    for_blocks(*call, [](const CodedTokens& tokens) { tokens.decode(); });
 }

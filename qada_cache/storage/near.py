@@ -1,0 +1,89 @@
+"""Sinks and recent tokens of a layer, on the compute device."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .padding import find_real_tokens
+from .row_tensors import GROWTH
+from .versioned import Buffer, Versioned
+
+Pair = tuple[Tensor, ...]  # keys and values
+
+
+class NearTokens(Versioned):
+    """Those of a `TokenStore`: sink columns first, then recent tokens, right-aligned, so that the newest ones of all
+    rows share columns."""
+
+    near_keys, near_values = Buffer[Tensor](), Buffer[Tensor]()
+
+    def __init__(self, keys: Tensor, values: Tensor, *, sinks: int, capacity: int, columns: int) -> None:
+        """Room in `columns` for tokens like `keys` `[batch, kv_heads, *, dim]` and `values` (`value_dim`), of which
+        `capacity` are recent at most."""
+        batch, kv_heads = keys.shape[:2]
+        self.sinks, self.capacity = sinks, capacity
+        self.end = 0  # recent columns in use
+        self.place: Tensor | None = None  # int64 [1]: the column that a graph being captured has a token go to
+        self.lengths = [0] * batch  # tokens of each row
+        self.flushed = [0] * batch  # of these, the oldest ones, that are no longer recent
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
+            # `[batch, kv_heads, columns, dim]` and `value_dim`. Zeros, not empty: masked columns meet a weight of 0,
+            # and 0 times garbage could be nan.
+            self.near_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
+            # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
+            self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
+
+    @property
+    def batch(self) -> int:
+        """Rows held."""
+        return len(self.lengths)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` recent tokens."""
+        columns = self.near_keys.shape[2]
+        if self.sinks + tokens > columns:
+            # A window may be much longer than the texts that are read.
+            more = self.sinks + min(int(GROWTH * tokens), self.capacity) - columns
+            with torch.inference_mode(False):  # as in __init__
+                self.near_keys = functional.pad(self.near_keys, (0, 0, 0, more))
+                self.near_values = functional.pad(self.near_values, (0, 0, 0, more))
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Put the newest tokens of every row into their columns."""
+        for near, new in ((self.near_keys, keys), (self.near_values, values)):
+            old = near.narrow(2, self.sinks + self.end - new.shape[2], new.shape[2])
+            old.copy_(new) if self.place is None else near.index_copy_(2, self.place, new)
+
+    def view_near(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        """Views of sinks and recent tokens of rows alike, `[rows, kv_heads, tokens, dim]` each."""
+        sinks = slice(0, min(self.flushed[rows.start], self.sinks))
+        return [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks]), self._view_recent(rows)]
+
+    def _list_rows(self) -> list[slice]:
+        return [slice(row, row + 1) for row in range(self.batch)]
+
+    def _group_rows(self, *per_row: list[int]) -> list[slice]:
+        """Groups of rows that can be handled as one: all of them if these counts agree, else one by one."""
+        return [slice(0, self.batch)] if all(len(set(counts)) == 1 for counts in per_row) else self._list_rows()
+
+    def _view_recent(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Views of the recent tokens of rows alike."""
+        start = (stop := self.sinks + self.end) - (self.lengths[rows.start] - self.flushed[rows.start])
+        return self.near_keys[rows, :, start:stop], self.near_values[rows, :, start:stop]
+
+    def _extend(self, rows: slice, new: Pair, valid: Tensor | None) -> Pair:
+        """The recent tokens of rows alike and the real ones of `new` behind them; no views of what is held."""
+        real = slice(None) if valid is None else find_real_tokens(valid, rows.start, new[0].device)
+        new = tuple(part[rows][:, :, real] for part in new)
+        if self.lengths[rows.start] == self.flushed[rows.start]:
+            return new
+        return tuple(torch.cat(parts, dim=2) for parts in zip(self._view_recent(rows), new, strict=True))
+
+    def _set_recent(self, groups: list[slice], recents: list[Pair]) -> None:
+        """Replace the recent tokens of every group of rows by these, right-aligned (copies, not views of them)."""
+        self.end = max(keys.shape[2] for keys, _ in recents)
+        self.reserve(self.end)
+        stop = self.sinks + self.end
+        for rows, (keys, values) in zip(groups, recents, strict=True):
+            self.near_keys[rows, :, stop - keys.shape[2] : stop] = keys
+            self.near_values[rows, :, stop - values.shape[2] : stop] = values
