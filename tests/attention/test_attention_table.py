@@ -340,7 +340,7 @@ torch.save([first, second], sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_pickled_model_carries_nothing_of_ours(attention: str, tmp_path: Path) -> None:
     """Into a process that has not imported us; it serves a cache that is built there."""
     model, ids = tiny(attention=attention), prompt(150)[0]

@@ -184,7 +184,7 @@ def test_weights_that_moved_are_read_where_they_are(device: str) -> None:
     assert RecordedGraph.replays > before
 
 
-@pytest.mark.parametrize("budget", [0.5, 1.0])
+@pytest.mark.parametrize("budget", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_layers_within_a_budget_are_replayed(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after one has left the device as its memory ran out, which computed steps alone notice by themselves."""

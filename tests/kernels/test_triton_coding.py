@@ -208,7 +208,7 @@ def test_what_follows_is_that_of_torch(dim: int, value_dim: int, bits: float, le
         (80, 40, 2, 8, torch.float16),
         (24, 8, 4, 8, torch.float32),
         (96, 80, 4, 4, torch.float32),
-        (256, 256, 1.5, 4, torch.bfloat16),
+        pytest.param(256, 256, 1.5, 4, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_records_are_those_of_torch(
