@@ -35,10 +35,9 @@ def list_libraries(
     if layout is not None:
         macros = recording.define_coder(layout)
         found.append(Library(recording.SOURCE, macros, partial(recording.build_coder, layout)))
-    instructions = prompt.read_instructions()
-    if plain and instructions >= prompt.NEEDED and prompt.serves_sizes(dim, value_dim, dtype):
+    if plain and prompt.read_instructions() >= prompt.NEEDED and prompt.serves_sizes(dim, value_dim, dtype):
         of_prompt = dim, value_dim, dtype
-        if options.prefill_threshold and dim % 4 == 0 and instructions >= selected_prompt.NEEDED:
+        if options.prefill_threshold and dim % 4 == 0:
             macros, build = selected_prompt.define_selecting(*of_prompt), selected_prompt.build_selecting
             found.append(Library(selected_prompt.SOURCE, macros, partial(build, *of_prompt)))
         found.append(Library(prompt.SOURCE, prompt.define(*of_prompt), partial(prompt.build, *of_prompt)))
