@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import building, prompt, recording, selected_prompt
+from qada_cache.kernels.cpu import building, prompt, quantizing, recording, selected_prompt
 from qada_cache.sketch.coded import RecordLayout
 
 # Element, dimensions, queries, and bits of a bulk.
@@ -39,6 +39,8 @@ def main() -> int:
         failed += not is_clean(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor)
         if records is not None:
             failed += not is_clean(recording.SOURCE, cpu.define("FLOAT32", dim, value_dim, 1, records), processor)
+    for dim, processor in product((64, 80), PROCESSORS.get(machine, ())):
+        failed += not is_clean(quantizing.SOURCE, quantizing.define_quantizer(dim), processor)
     of_prompts = (prompt.SOURCE, prompt.define), (selected_prompt.SOURCE, selected_prompt.define_selecting)
     for processor, instructions in PROMPT_PROCESSORS.items() if machine == "x86_64" else ():
         with mock.patch.object(prompt, "read_instructions", lambda found=instructions: found):
