@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu
-from ..kernels.cpu import prompt, recording, selected_prompt
+from ..kernels.cpu import prompt, quantizing, recording, selected_prompt
 from ..kernels.cpu.building import Library, build_ahead
 from ..kernels.operands import Query
+from ..sketch import BLOCK
 from ..sketch.coded import RecordLayout
 from ..state import Options
 from ..state.layer import QAdALayer
@@ -35,10 +36,12 @@ def list_libraries(
     if layout is not None:
         macros = recording.define_coder(layout)
         found.append(Library(recording.SOURCE, macros, partial(recording.build_coder, layout)))
-    instructions = prompt.read_instructions()
-    if plain and instructions >= prompt.NEEDED and prompt.serves_sizes(dim, value_dim, dtype):
+    if dim % BLOCK == 0 and (options.selects_tokens or layout is not None):
+        macros = quantizing.define_quantizer(dim)
+        found.append(Library(quantizing.SOURCE, macros, partial(quantizing.build_quantizer, dim)))
+    if plain and prompt.read_instructions() >= prompt.NEEDED and prompt.serves_sizes(dim, value_dim, dtype):
         of_prompt = dim, value_dim, dtype
-        if options.prefill_threshold and dim % 4 == 0 and instructions >= selected_prompt.NEEDED:
+        if options.prefill_threshold and dim % 4 == 0:
             macros, build = selected_prompt.define_selecting(*of_prompt), selected_prompt.build_selecting
             found.append(Library(selected_prompt.SOURCE, macros, partial(build, *of_prompt)))
         found.append(Library(prompt.SOURCE, prompt.define(*of_prompt), partial(prompt.build, *of_prompt)))

@@ -35,7 +35,8 @@ def find_code(store: TokenStore, row: int, start: int, stop: int) -> dict[str, t
         first, own = store.sinks + index * SEGMENT_TOKENS, slice(row, row + 1)
         keys, _ = store.copy_tokens(own, first, first + SEGMENT_TOKENS)
         energies = None if sketch.energies is None else sketch.energies.expand(*keys.shape[:2], -1)
-        found = {name: part[0] for name, part in quantize_segments(keys, energies, sketch.layout).items()}
+        made = quantize_segments(keys, energies, sketch.layout, sketch.rounding)
+        found = {name: part[0] for name, part in made.items()}
     return {name: found[name].cpu() for name in CODES}
 
 

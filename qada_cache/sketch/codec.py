@@ -20,7 +20,10 @@ SLOPE_LEVELS = 7  # a rounded slope's largest value: two lie in a byte
 ROUNDINGS = 4  # of a key; more gain nothing
 MIN_ENERGY = 0.03  # of the mean of the channels: a guard against queries unlike those that were seen
 MIN_VARIANCE = 1e-4  # likewise
+TINY = torch.finfo(torch.float32).tiny
 FIT = ("units", "centres", "order", "weights")  # what a segment's tokens are coded under
+# `round_keys`, or what does the same.
+Rounding = Callable[[Tensor, Mapping[str, Tensor], Tensor, Tensor | None, Layout], tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
@@ -141,8 +144,32 @@ def find_fit(keys: Tensor, energies: Tensor, layout: Layout) -> dict[str, Tensor
     return {"centres": centre, "order": order.to(choose_order_dtype(layout.dim)), "weights": weights}
 
 
+def round_keys(
+    keys: Tensor, fit: Mapping[str, Tensor], importance: Tensor, most: Tensor | None, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """`codes`, and scales float32 `[..., tokens]`, of float32 keys `[..., tokens, dim]` under the `FIT` of their
+    segments. Scales leave the least error, in which a coded channel counts by its `importance` `[..., coded]`. They are
+    `most` `[...]`, if that is given, before the last rounding."""
+    weights, coded = fit["weights"].float(), slice(layout.coded)
+    centred = keys - fit["centres"].float().unsqueeze(-2)
+    index = fit["order"].long()[..., None, coded].expand(*centred.shape[:-1], -1)
+    rotated = rotate(centred.gather(-1, index) * weights[..., None, coded])
+    importance, half = importance.unsqueeze(-2), layout.find_levels(keys.device)[coded] / 2
+    scale = (rotated * layout.find_half_steps(keys.device)[coded]).square().mean(dim=-1).sqrt()
+    for _ in range(ROUNDINGS):  # each to the nearest levels, then the scale that leaves these the least error
+        scale = scale if most is None else scale.minimum(most.unsqueeze(-1))
+        level = torch.floor(rotated / (2 * scale.unsqueeze(-1)).clamp_min(TINY)).clamp(-half, half - 1)
+        odd_levels = 2 * level + 1
+        scale = (importance * rotated * odd_levels).sum(dim=-1) / (importance * odd_levels.square()).sum(dim=-1)
+    return pack(level + half, layout), scale
+
+
 def quantize(
-    keys: Tensor, energies: Tensor | None, layout: Layout, fit: Mapping[str, Tensor] | None = None
+    keys: Tensor,
+    energies: Tensor | None,
+    layout: Layout,
+    fit: Mapping[str, Tensor] | None = None,
+    rounding: Rounding = round_keys,
 ) -> dict[str, Tensor]:
     """Code segments of keys, one for each of the leading dimensions of `keys` `[..., tokens, dim]`.
 
@@ -150,31 +177,20 @@ def quantize(
     `Sketch`'s tensors that a segment has, without the dimension of segments. Scales leave the least error of scores.
     With the `FIT` of another coding, tokens are coded under it, each by itself: its units bound their scales.
     """
-    wide, tiny = keys.float(), torch.finfo(torch.float32).tiny
+    wide = keys.float()
     if energies is None:
         energies = wide.new_ones(layout.dim)
     energies = set_floor(energies.float().expand(*wide.shape[:-2], -1), MIN_ENERGY)
     found = find_fit(wide, energies, layout) if fit is None else {name: fit[name] for name in FIT}
-    most = None if fit is None else SCALE_LEVELS * found["units"].unsqueeze(-1)
-    order, weights = found["order"].long(), found["weights"].float()
-    half_steps = layout.find_half_steps(keys.device)
+    most = None if fit is None else SCALE_LEVELS * found["units"]
+    order = found["order"].long()
     # A rotated channel's error goes to all channels of its block alike.
-    importance = energies.gather(-1, order) / weights.square()
+    importance = energies.gather(-1, order) / found["weights"].float().square()
     importance = importance.unflatten(-1, (-1, BLOCK)).mean(dim=-1).repeat_interleave(BLOCK, dim=-1)
-    coded = slice(layout.coded)
-    centred = wide - found["centres"].float().unsqueeze(-2)
-    index = order[..., None, coded].expand(*centred.shape[:-1], -1)
-    rotated = rotate(centred.gather(-1, index) * weights[..., None, coded])
-    importance, half = importance[..., None, coded], layout.find_levels(keys.device)[coded] / 2
-    scale = (rotated * half_steps[coded]).square().mean(dim=-1).sqrt()
-    for _ in range(ROUNDINGS):  # each to the nearest levels, then the scale that leaves these the least error
-        scale = scale if most is None else scale.minimum(most)
-        level = torch.floor(rotated / (2 * scale.unsqueeze(-1)).clamp_min(tiny)).clamp(-half, half - 1)
-        odd_levels = 2 * level + 1
-        scale = (importance * rotated * odd_levels).sum(dim=-1) / (importance * odd_levels.square()).sum(dim=-1)
+    codes, scale = rounding(wide, found, importance[..., : layout.coded], most, layout)
     unit = scale.amax(dim=-1) / SCALE_LEVELS if fit is None else found["units"]
-    scales = torch.round(scale / unit.clamp_min(tiny).unsqueeze(-1)).clamp(0, SCALE_LEVELS)
-    made = {"codes": pack(level + half, layout), "scales": scales.to(torch.uint8), "units": unit}
+    scales = torch.round(scale / unit.clamp_min(TINY).unsqueeze(-1)).clamp(0, SCALE_LEVELS)
+    made = {"codes": codes, "scales": scales.to(torch.uint8), "units": unit}
     return made | found | {"mean_squares": average_squares(scales, unit)}
 
 
@@ -183,7 +199,9 @@ def average_squares(scales: Tensor, units: Tensor) -> Tensor:
     return (scales * units.unsqueeze(-1)).square().mean(dim=-1)
 
 
-def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
+def quantize_segments(
+    keys: Tensor, energies: Tensor | None, layout: Layout, rounding: Rounding = round_keys
+) -> dict[str, Tensor]:
     """As `quantize`, of whole segments, or of all tokens up to a bulk's last; all tokens side by side again. `energies`
     are of the leading dimensions and `[dim]`."""
     tokens = keys.shape[-2]
@@ -192,7 +210,8 @@ def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> 
     for part, size in ((keys[..., :start, :], SEGMENT_TOKENS), (keys[..., start:, :], tokens - start)):
         if part.shape[-2]:
             segments = part.unflatten(-2, (-1, size))
-            made = quantize(segments, None if energies is None else energies.unsqueeze(-2), layout)
+            each = None if energies is None else energies.unsqueeze(-2)
+            made = quantize(segments, each, layout, None, rounding)
             made["codes"] = made["codes"].transpose(-3, -2).flatten(-2)  # all tokens of a word side by side
             parts.append(made | {"scales": made["scales"].flatten(-2)})
     axes = {"centres": -2, "order": -2, "weights": -2}

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 
 from ..kernels.coding import Coder, choose_coder
+from ..kernels.cpu import quantizing
 from ..kernels.reference import suspend_autocast
 from ..key_moments.running import take_in
-from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments, find_segment_start
-from ..sketch.codec import Sketch, average_channels, has_whole_order, list_fields, quantize_segments, round_slopes
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, count_segments, find_segment_start
+from ..sketch.codec import (
+    Rounding,
+    Sketch,
+    average_channels,
+    has_whole_order,
+    list_fields,
+    quantize_segments,
+    round_slopes,
+)
 from . import transfers
 from .versioned import Buffer, Versioned
 
@@ -87,6 +96,11 @@ class BulkSketch(Versioned):
         value_dim, device = self.covariance.shape[2], self.covariance.device
         return choose_coder(self.kernels, device, self.dtype, self.layout, value_dim, plain=self.energies is None)
 
+    @property
+    def rounding(self) -> Rounding:
+        """What rounds keys for torch's operations."""
+        return codec.round_keys if self.kernels == "torch" else quantizing.round_keys
+
     def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,
         kv_heads, tokens, dim]`, which are not read from it then. Segments that close are the bulk's to code; those that
@@ -137,7 +151,7 @@ class BulkSketch(Versioned):
             coder.code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
             return views
         energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-        for name, made in quantize_segments(keys, energies, self.layout).items():
+        for name, made in quantize_segments(keys, energies, self.layout, self.rounding).items():
             views[name].copy_(made)
         return views
 

@@ -67,7 +67,7 @@ def check_selects(model: PreTrainedModel, prompt: Tensor) -> None:
     if not _read(model, prompt[:, :fewest], cache)[2].prompt_pairs:
         raise ValueError(
             f"--prefill: prompts of this {model.config.model_type} model in {model.dtype} are read exactly here, as "
-            "selection needs a CPU with AVX512-BF16 and AVX512-VNNI, a compiler, bfloat16 or float32, sdpa attention "
+            "selection needs a CPU with AVX2 and FMA, a compiler, bfloat16 or float32, sdpa attention "
             "over all tokens without sinks or soft cap, and kernels other than torch's: leave out --prefill"
         )
 

@@ -5,9 +5,10 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import building, prompt, recording, selected_prompt
+from qada_cache.kernels.cpu import building, prompt, quantizing, recording, selected_prompt
 from qada_cache.sketch.coded import RecordLayout
 
 # Element, dimensions, queries, and bits of a bulk.
@@ -22,6 +23,12 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 UNINITIALIZED = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 UNWARNED = {"x86-64": ("-Wno-psabi",), "x86-64-v4": UNINITIALIZED, "cooperlake": UNINITIALIZED}
 PROMPT_SIZES = ((64, 64), (128, 128), (80, 48))
+# Sets of instructions that kernels for prompts are written for, and the first processors that had them.
+PROMPT_PROCESSORS = {
+    "x86-64-v3": prompt.NEEDED,
+    "x86-64-v4": prompt.NEEDED | {"avx512f", "avx512bw"},
+    "cooperlake": prompt.NEEDED | set(prompt.BETTER),
+}
 
 
 def main() -> int:
@@ -32,9 +39,13 @@ def main() -> int:
         failed += not is_clean(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor)
         if records is not None:
             failed += not is_clean(recording.SOURCE, cpu.define("FLOAT32", dim, value_dim, 1, records), processor)
+    for dim, processor in product((64, 80), PROCESSORS.get(machine, ())):
+        failed += not is_clean(quantizing.SOURCE, quantizing.define_quantizer(dim), processor)
     of_prompts = (prompt.SOURCE, prompt.define), (selected_prompt.SOURCE, selected_prompt.define_selecting)
-    for (source, define), sizes, dtype in product(of_prompts, PROMPT_SIZES, prompt.NUMBERS):
-        failed += machine == "x86_64" and not is_clean(source, define(*sizes, dtype), "cooperlake")
+    for processor, instructions in PROMPT_PROCESSORS.items() if machine == "x86_64" else ():
+        with mock.patch.object(prompt, "read_instructions", lambda found=instructions: found):
+            for (source, define), sizes, dtype in product(of_prompts, PROMPT_SIZES, prompt.NUMBERS):
+                failed += not is_clean(source, define(*sizes, dtype), processor)
     return failed
 
 

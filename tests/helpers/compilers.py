@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qada_cache import files
-from qada_cache.kernels.cpu import building, prompt, selected_prompt
+from qada_cache.kernels.cpu import building, prompt
 
 
 def compiler() -> str | None:
@@ -18,12 +18,20 @@ def compiler() -> str | None:
 
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs Linux and a C++ compiler")
-needs_pairs = pytest.mark.skipif(
-    not prompt.read_instructions() >= prompt.NEEDED, reason="this processor multiplies no pairs of bfloat16"
+needs_avx2 = pytest.mark.skipif(
+    not prompt.read_instructions() >= prompt.NEEDED, reason="this processor has no AVX2 with FMA"
 )
-needs_bytes = pytest.mark.skipif(
-    not prompt.read_instructions() >= selected_prompt.NEEDED, reason="this processor selects no prompts"
-)
+
+AVX2, AVX512 = prompt.NEEDED, prompt.NEEDED | {"avx512f", "avx512bw"}
+SETS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": AVX512 | {"avx512_bf16", "avx512_vnni"}}
+
+
+@pytest.fixture
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for prompts are those of a processor that has these of `SETS`, and no others."""
+    if not SETS[request.param] <= prompt.read_instructions():
+        pytest.skip("the processor cannot run it")
+    monkeypatch.setattr(prompt, "read_instructions", lambda: SETS[request.param])
 
 
 def build_once(patch: pytest.MonkeyPatch, kept: Path) -> None:

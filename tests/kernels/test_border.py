@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import needs_bytes, needs_compiler, needs_pairs
+from compilers import SETS, needs_avx2, needs_compiler
 from decode_scene import Scene, step_of
 from models import prompt as words
 from models import tiny
@@ -141,7 +141,7 @@ OF_PROMPT: dict[str, list[Change]] = {
 }
 
 
-@needs_pairs
+@needs_avx2
 def test_prompts() -> None:
     given = tensors(80) | {"lse": torch.empty(1, HEADS, 80)}
     of_lse: list[Change] = [Tensor.half, Tensor.double, on_meta, apart, lambda t: t[:, :, 1:]]
@@ -152,7 +152,7 @@ def test_prompts() -> None:
         )
 
 
-@needs_bytes
+@needs_avx2
 def test_selected_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selected_prompt, "FAR", 64)
     told = {"scaling": 0.2, "threshold": 4.0, "sinks": 16, "window": 112}
@@ -167,7 +167,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 }
 
 
-@needs_bytes
+@needs_avx2
 @pytest.mark.parametrize("setting", ["autocast", *SETTINGS])
 @torch.no_grad()
 def test_settings_of_the_process(setting: str) -> None:
@@ -209,44 +209,39 @@ def test_a_checked_tensor() -> None:
         check_tensor("it", tensor, (torch.int64, torch.bool), (3, 1, 4), there)
 
 
-@pytest.mark.parametrize(
-    ("needed", "build"), [(prompt.NEEDED, prompt.build), (selected_prompt.NEEDED, selected_prompt.build_selecting)]
-)
-def test_a_processor_that_lacks_any_instruction(
-    needed: frozenset[str], build: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("build", [prompt.build, selected_prompt.build_selecting])
+def test_a_processor_that_lacks_any_instruction(build: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual machine may mask each by itself."""
     built: list[tuple] = []
-    monkeypatch.setattr(prompt, "_build_once", lambda *told: built.append(told))
-    for missing in needed:
-        monkeypatch.setattr(prompt, "read_instructions", lambda missing=missing: needed - {missing})
-        assert build(64, 64, torch.bfloat16) is None
-    assert not built
-    monkeypatch.setattr(prompt, "read_instructions", lambda: needed)
-    build(64, 64, torch.bfloat16)
-    assert len(built) == 1
+    monkeypatch.setattr(prompt, "_build_once", lambda *told: built.append(told) or object())
+    newest = prompt.NEEDED | set(prompt.BETTER)
+    for missing in newest:
+        monkeypatch.setattr(prompt, "read_instructions", lambda missing=missing: newest - {missing})
+        assert (build(64, 64, torch.bfloat16) is None) == (missing in prompt.NEEDED) == (not built)
+        told = {flag for *_, macros in built for flag in macros} & set(prompt.BETTER.values())
+        assert told == ({prompt.BETTER[missing]} if missing in prompt.BETTER else set())
+        built.clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("selects", [False, True])
-def test_needed_instructions_are_all_that_a_source_asks_for(selects: bool, dtype: torch.dtype) -> None:
-    """A compiler that is told of no others compiles it; without its own it says so, rather than the processor."""
+@pytest.mark.parametrize(
+    "sets", [name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow) for name in SETS]
+)
+def test_instructions_that_are_known_are_all_that_a_source_asks_for(
+    sets: str, selects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that is told of no others compiles it; without those that are needed it says so."""
     if platform.machine() != "x86_64":
         pytest.skip("the source is for x86-64")
-    module, own, asked = prompt, "avx512_bf16", prompt.define(64, 64, dtype)
-    if selects:
-        module, own, asked = selected_prompt, "avx512_vnni", selected_prompt.define_selecting(64, 64, dtype)
-    flags = [flag for flag in building.FLAGS if flag not in ("-march=native", "-shared", "-O3")]
-    command = [building.find_compiler(), *flags, "-march=x86-64", *asked, "-S", "-o", "/dev/null", str(module.SOURCE)]
-    sets = {name: f"-m{name.replace('_', '')}" for name in module.NEEDED}
-    subprocess.run([*command, *sets.values()], check=True)
-    done = subprocess.run(
-        [*command, *(flag for name, flag in sets.items() if name != own)], capture_output=True, check=False
-    )
+    monkeypatch.setattr(prompt, "read_instructions", lambda: SETS[sets])
+    module, define = (selected_prompt, selected_prompt.define_selecting) if selects else (prompt, prompt.define)
+    flags = [flag for flag in building.FLAGS if not flag.startswith("-march") and flag not in ("-shared", "-O3")]
+    command = [building.find_compiler(), *flags, "-march=x86-64", "-S", "-o", "/dev/null", str(module.SOURCE)]
+    asked = [f"-m{name.replace('_', '')}" for name in SETS[sets]] + [*define(64, 64, torch.bfloat16)]
+    subprocess.run([*command, *asked], check=True)
+    done = subprocess.run([*command, *asked, "-mno-avx2"], capture_output=True, check=False)
     assert done.returncode
-    assert b"the processor multiplies no" in done.stderr
-    written = re.findall(r'asm\("(\w+)', module.SOURCE.read_text() + module.SOURCE.with_name("prompt.h").read_text())
-    assert written == ["vpdpbusd"] * selects  # which a compiler does not look into
+    assert b"the processor has neither AVX2 with FMA nor AVX-512" in done.stderr
 
 
 def test_constants_of_selected_prompts_have_one_definition() -> None:

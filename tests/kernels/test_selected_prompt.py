@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import needs_bytes, needs_compiler
+from compilers import instructions, needs_avx2, needs_compiler  # noqa: F401 - a fixture
 from harness import Inputs, new_layer
 from models import exact, forced, tiny
 from models import prompt as words
@@ -21,7 +21,7 @@ from qada_cache.kernels.cpu import prompt, selected_prompt
 from qada_cache.kernels.operands import Query
 from qada_cache.versions import pass_cache
 
-pytestmark = [needs_compiler, needs_bytes]
+pytestmark = [needs_compiler, needs_avx2]
 
 LEAST = 192  # far keys, so that short prompts select
 THETA = 60.0  # at which some far keys are read, and some are not
@@ -75,8 +75,14 @@ def count_pairs(tokens: int, shares: list[float], *, sinks: int = 16, window: in
 
 
 @pytest.mark.parametrize("sizes", [{}, {"sinks": 0, "window": 1}, {"sinks": 70, "window": 200}], ids=str)
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize(
-    ("tokens", "dim", "value_dim"), [(900, 64, 64), (1001, 80, 48), (830, 128, 128), (4700, 4, 16)]
+    ("tokens", "dim", "value_dim", "instructions"),
+    [
+        *((900, 64, 64, "avx512_bf16"), (4700, 4, 16, "avx512_bf16"), (830, 128, 128, "avx512")),
+        *((900, 64, 64, "avx2"), (1501, 80, 48, "avx2")),
+    ],
+    indirect=["instructions"],
 )
 def test_as_float64_computes_it(tokens: int, dim: int, value_dim: int, sizes: dict[str, int]) -> None:
     """But for few blocks, where a key lies so near the cut that rounding decides."""
@@ -108,7 +114,9 @@ def test_what_is_lost_without_an_estimate_and_with_it() -> None:
     assert error < 0.75 * other
 
 
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("instructions", ["avx512_bf16", "avx2"], indirect=True)
 def test_a_low_threshold_reads_everything(dtype: torch.dtype) -> None:
     call = tensors(900, 64, 64, dtype)
     out, _ = attend(call, threshold=1e-9)

@@ -63,7 +63,7 @@ class Scene:
         for row, length in enumerate(bulk.lengths):
             assert known.lengths[row] == length > 1024
             keys, values = (tensor[row, :, SINKS : SINKS + length] for tensor in self.calls[:2])
-            made = quantize_segments(keys.clone(), ENERGIES[0], known.layout)
+            made = quantize_segments(keys.clone(), ENERGIES[0], known.layout, known.rounding)
             for name in EACH:
                 found, of_tokens = kept[name][row], name in ("codes", "scales")
                 found = found[..., :length] if of_tokens else found[:, : len(segment_spans(length))]

@@ -29,9 +29,9 @@ void write(const Call& call, const Strip& strip, int q, int64_t batch, int64_t h
     const int64_t at = batch * strides.batch + head * strides.head + query * strides.token;
     const float share = 1 / strip.total[q];
     for (int d = 0; d < VALUE_DIM; d += LANES) {
-        __m512 row = _mm512_mul_ps(_mm512_set1_ps(share), _mm512_loadu_ps(strip.sums[q] + d));
+        const Singles row = share * loaded<Singles>(strip.sums[q] + d);
         if (call.narrow) store_bfloat16((uint16_t*)call.out + at + d, row);
-        else _mm512_storeu_ps((float*)call.out + at + d, row);
+        else store((float*)call.out + at + d, row);
     }
     if (call.lse)
         call.lse[(batch * call.heads + head) * call.queries + query] =
@@ -55,10 +55,9 @@ void attend(const Call& call, int64_t batch, int64_t kv_head, int64_t start, con
             const int columns = std::min<int64_t>(TILE, (most + CHUNK - 1) / CHUNK * CHUNK);
             uint32_t query[STRIP][WORDS];
             for (int q = 0; q < STRIP; q++)  // the last one again, where there are fewer
-                std::memcpy(query[q],
-                            call.query + batch * call.query_strides.batch + head * call.query_strides.head +
-                                std::min(first + q, last) * call.query_strides.token,
-                            sizeof query[q]);
+                pack_query(call.query + batch * call.query_strides.batch + head * call.query_strides.head +
+                               std::min(first + q, last) * call.query_strides.token,
+                           query[q]);
             const auto visible = [&](int q) { return seen(std::min(first + q, last)) - tile; };
             meet(strips[each], query, keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM, columns, visible,
                  scaling);

@@ -1,6 +1,6 @@
 """Exact attention of many queries in bfloat16 or float32 on the CPU, in one call of `prompt.cpp`.
 
-Torch's own leaves most of what a processor with AVX512-BF16 can multiply unused. It serves on others.
+Torch's own leaves much of what a processor can multiply unused, most of it where there is AVX512-BF16.
 """
 
 import ctypes
@@ -17,8 +17,15 @@ from .building import build_library, check_memory, check_size
 MIN_QUERIES = 64  # fewer are bound by memory, as decoding is
 MIN_TOKENS = 512  # fewer keys are not worth a build
 SOURCE = Path(__file__).with_name("prompt.cpp")
-# That the source asks for by name, as Linux has them among the processor's flags. A virtual machine may mask any.
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512_bf16"})
+# Instructions that the source asks for by name, as Linux has them among the processor's flags. A virtual machine may
+# mask any.
+NEEDED = frozenset({"avx2", "fma"})
+# Those that it can do without, and how it is told of one that is not there. Compilers of today write the first three by
+# themselves, so that they have to know; not all know the last one's name.
+BETTER = {
+    "avx512f": "-mno-avx512f", "avx512bw": "-mno-avx512bw", "avx512_vnni": "-mno-avx512vnni",
+    "avx512_bf16": "-U__AVX512BF16__",
+}  # fmt: skip
 NUMBERS = {torch.bfloat16: "uint16_t", torch.float32: "float"}  # as C++ has them
 OUT = (torch.bfloat16, torch.float32)  # what it writes, whatever it reads
 
@@ -96,21 +103,20 @@ def prompt_attention(
 
 
 def define(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """The macros that `SOURCE` is built with."""
-    return f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DNUMBER={NUMBERS[dtype]}"
+    """The macros that `SOURCE` is built with, and what says which instructions there are."""
+    lacking = (flag for name, flag in BETTER.items() if name not in read_instructions())
+    return f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DNUMBER={NUMBERS[dtype]}", *lacking
 
 
 def build(dim: int, value_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
     """The kernel for these sizes and a dtype, as by `build_kernel`."""
-    return build_kernel(SOURCE, Call, NEEDED, define(dim, value_dim, dtype))
+    return build_kernel(SOURCE, Call, define(dim, value_dim, dtype))
 
 
-def build_kernel(
-    source: Path, call: type[ctypes.Structure], needed: frozenset[str], macros: tuple[str, ...]
-) -> ctypes.CDLL | None:
-    """`source`, which has `prompt_attention` of one `call`, built if need be; None on a processor without the `needed`
+def build_kernel(source: Path, call: type[ctypes.Structure], macros: tuple[str, ...]) -> ctypes.CDLL | None:
+    """`source`, which has `prompt_attention` of one `call`, built if need be; None on a processor without the `NEEDED`
     instructions, and, with one warning, if it cannot be built."""
-    return _build_once(source, call, macros) if needed <= read_instructions() else None
+    return _build_once(source, call, macros) if read_instructions() >= NEEDED else None
 
 
 @functools.cache

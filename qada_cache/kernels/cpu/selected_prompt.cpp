@@ -1,40 +1,37 @@
 // Selected attention of a prompt's queries, one KV head at a time: what `selected_prompt.py` says, which builds this
 // file, in the macros of prompt.h and its own.
 //
-// A block of queries of one head meets its near keys, then the codes of the far ones from the newest on. Codes are
-// bytes, so that one product has four dimensions of 16 keys. A query's scores are powers of two, less the one of all
-// near keys together (`Block::base`), so that sums neither vanish nor overflow.
+// A block of queries of one head meets its near keys, then the codes of the far ones from the newest on. One product
+// has a word of dimensions, four bytes or two shorts, of a vector of keys. A query's scores are powers of two, less the
+// one of all near keys together (`Block::base`), so that sums neither vanish nor overflow.
 
-#include <array>
 #include <vector>
 
 #include "prompt.h"
 
-#if !defined(__AVX512VNNI__)
-#error "the processor multiplies no bytes (AVX512-VNNI)"
-#endif
-
 namespace {
 
-// `selected_prompt.py` defines SEGMENT, BLOCK, LEVELS and ROTATED, the channels that are rotated together.
-static_assert(SEGMENT == CHUNK && BLOCK % STRIP == 0 && LEVELS < 128);
+// `selected_prompt.py` defines SEGMENT, BLOCK, LEVELS, ROTATED, the channels that are rotated together, CODE_BYTES, and
+// ZERO, of a query's codes.
+static_assert(SEGMENT % CHUNK == 0 && BLOCK % STRIP == 0 && LEVELS < 128);
+using Code = std::conditional_t<CODE_BYTES == 1, uint8_t, int16_t>;  // of a query
 constexpr int STRIPS = BLOCK / STRIP;
-constexpr int QUADS = DIM / 4;         // four bytes of a code
-constexpr int ZERO = LEVELS + 1;       // of a query's bytes
-constexpr float FLAT = 1e-6;             // a variance of scores below is rounding, and values follow nothing
-constexpr float MOST = 100;            // a key of a score beyond is always read
+constexpr int CODE_WORDS = DIM * CODE_BYTES / 4;
+constexpr int PARTS = SEGMENT / LANES;  // vectors of a segment's keys
+constexpr float FLAT = 1e-6;  // a variance of scores below is rounding, and values follow nothing
+constexpr float MOST = 100;  // a key of a score beyond is always read
 
 // What Python passes, in its order. Tokens are of the prompt, queries those from `start` on.
 struct Call {
-    const Number *query, *key, *value;    // [group, queries, DIM], [tokens, DIM], [tokens, VALUE_DIM]
-    void* out;                            // [group, queries, VALUE_DIM], bfloat16 or float32
-    const Number* centres;                // [segments, DIM], of keys from `first` on
-    const uint32_t* codes;                // [segments, QUADS, SEGMENT], signed bytes
-    const int32_t* corrections;           // [segments, SEGMENT]: -ZERO times a code's sum
-    const float* steps;                   // [segments, SEGMENT]: of codes
-    const float* means;                   // [blocks, DIM + VALUE_DIM], of far keys and their values
-    const float* covariances;             // [blocks, DIM, DIM + VALUE_DIM], of far keys with these
-    int64_t* read;                        // to which the pairs of a query and a far key that were read are added
+    const Number *query, *key, *value;  // [group, queries, DIM], [tokens, DIM], [tokens, VALUE_DIM]
+    void* out;  // [group, queries, VALUE_DIM], bfloat16 or float32
+    const Number* centres;  // [segments, DIM], of keys from `first` on
+    const uint32_t* codes;  // [segments, CODE_WORDS, SEGMENT], signed
+    const int32_t* corrections;  // [segments, SEGMENT]: -ZERO times a code's sum
+    const float* steps;  // [segments, SEGMENT]: of codes
+    const float* means;  // [blocks, DIM + VALUE_DIM], of far keys and their values
+    const float* covariances;  // [blocks, DIM, DIM + VALUE_DIM], of far keys with these
+    int64_t* read;  // to which the pairs of a query and a far key that were read are added
     int64_t query_head, query_token, key_token, value_token, out_head, out_token;  // strides, in numbers
     int64_t group, queries, tokens, start, first, window;
     int64_t narrow;  // whether `out` is bfloat16
@@ -49,20 +46,15 @@ inline int64_t far_stop(const Call& call, int64_t query) {
 
 struct Block {
     Strip strips[STRIPS];
-    uint32_t query[BLOCK][WORDS], query_codes[BLOCK][QUADS];  // bytes
+    uint32_t query[BLOCK][WORDS], query_codes[BLOCK][CODE_WORDS];
     alignas(64) float query_steps[BLOCK], base[BLOCK], cut[BLOCK];
     alignas(64) float centred[BLOCK][CHUNK];  // scores of the centres of some segments, less `base`
     alignas(64) float scores[BLOCK][SEGMENT];
-    __m512 met[BLOCK], unread[BLOCK], lifted[BLOCK];  // sums of weights, of those unread, and of these by their scores
+    Singles met[BLOCK], unread[BLOCK], lifted[BLOCK];  // sums of weights, of those unread, and of these by their scores
     alignas(64) float slopes[BLOCK][VALUE_DIM], mean_scores[BLOCK];  // of lines of regression, in powers of two
     uint32_t keys[TILE * WORDS], values[TILE / IN_WORD * VALUE_DIM];
     std::vector<int64_t> chosen;
 };
-
-inline float widen(Number number) {
-    if constexpr (IN_WORD == 1) return number;
-    else return loaded<float>(std::array<uint16_t, 2>{0, uint16_t(number)}.data());
-}
 
 // What keys' codes are of: Hadamard blocks.
 void rotate(float* state) {
@@ -80,8 +72,9 @@ void encode(Block& block, int q, float* state, float scaling) {
     rotate(state);
     float most = std::numeric_limits<float>::min();
     for (int d = 0; d < DIM; d++) most = std::max(most, std::abs(state[d]));
-    uint8_t* code = (uint8_t*)block.query_codes[q];
+    Code code[DIM];
     for (int d = 0; d < DIM; d++) code[d] = ZERO + (int)std::nearbyint(state[d] * (LEVELS / most));
+    std::memcpy(block.query_codes[q], code, sizeof code);
     block.query_steps[q] = most / LEVELS * scaling;
 }
 
@@ -98,51 +91,43 @@ void regress(Block& block, int q, const float* state, const float* mean, const f
     block.mean_scores[q] = scaling * score;
 }
 
-// `sum`, integers, and products of unsigned and signed bytes. By GCC's function, and in arrays of vectors of integers,
-// sums are moved to memory and back.
-INLINED __m512 added_bytes(__m512 sum, __m512i bytes, __m512i signed_bytes) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(signed_bytes));
-    return sum;
-}
-
 // 2 to the power of `x`, 0 beyond 128: the number that has `x` in its bits, as exponent and fraction. It is off by 4%
 // at most and, thanks to `LESS`, right in the mean: what is estimated are sums over many keys.
-INLINED __m512 about_power_of_two(__m512 x) {
+INLINED Singles about_power_of_two(Singles x) {
     constexpr float ONE = 1 << 23, LESS = 0.0562f;  // LESS: log2(3 / 2 * ln 2)
-    const __m512 bits = _mm512_fmadd_ps(x, _mm512_set1_ps(ONE), _mm512_set1_ps((127 - LESS) * ONE));
-    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_cvtps_epi32(bits), _mm512_setzero_si512()));
+    return (Singles)not_negative(to_nearest(fused(x, all(ONE), all((127 - LESS) * ONE))));
 }
 
-// Estimated scores of a strip and the keys of a segment, to `scores`; which keys reach the cut, to `asked`.
-INLINED void estimate(Block& block, int strip, const Call& call, int64_t segment, __mmask16* asked) {
-    const uint32_t* codes = call.codes + segment * QUADS * SEGMENT;
-    __m512 sums[STRIP][4];
-    UNROLLED for (int c = 0; c < 4; c++) {
-        const __m512 correction = _mm512_loadu_ps(call.corrections + segment * SEGMENT + c * LANES);
+// Estimated scores of a strip and a chunk of a segment's keys, from `first` on, to `scores`; which keys reach the cut,
+// to `asked`.
+INLINED void estimate(Block& block, int strip, const Call& call, int64_t segment, int first, Marks* asked) {
+    const uint32_t* codes = call.codes + segment * CODE_WORDS * SEGMENT + first;
+    Singles sums[STRIP][VECTORS];  // integers
+    UNROLLED for (int c = 0; c < VECTORS; c++) {
+        const Singles correction = loaded<Singles>(call.corrections + segment * SEGMENT + first + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) sums[q][c] = correction;
     }
-    for (int quad = 0; quad < QUADS; quad++) {
-        __m512i column[4];
-        UNROLLED for (int c = 0; c < 4; c++) column[c] = _mm512_loadu_si512(codes + quad * SEGMENT + c * LANES);
+    for (int word = 0; word < CODE_WORDS; word++) {
+        Words column[VECTORS];
+        UNROLLED for (int c = 0; c < VECTORS; c++) column[c] = loaded<Words>(codes + word * SEGMENT + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) {
-            const __m512i row = _mm512_set1_epi32(block.query_codes[strip * STRIP + q][quad]);
-            UNROLLED for (int c = 0; c < 4; c++) sums[q][c] = added_bytes(sums[q][c], row, column[c]);
+            const Words row = Words{} + block.query_codes[strip * STRIP + q][word];
+            UNROLLED for (int c = 0; c < VECTORS; c++) sums[q][c] = added_codes(sums[q][c], row, column[c]);
         }
     }
-    UNROLLED for (int c = 0; c < 4; c++) {
-        const __m512 step = _mm512_loadu_ps(call.steps + segment * SEGMENT + c * LANES);
+    UNROLLED for (int c = 0; c < VECTORS; c++) {
+        const Singles step = loaded<Singles>(call.steps + segment * SEGMENT + first + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) {
             const int query = strip * STRIP + q;
-            const __m512 product = _mm512_cvtepi32_ps((__m512i)sums[q][c]);
-            const __m512 score = _mm512_fmadd_ps(_mm512_mul_ps(product, step), _mm512_set1_ps(block.query_steps[query]),
-                                                 _mm512_set1_ps(block.centred[query][segment % CHUNK]));
-            asked[c] |= _mm512_cmp_ps_mask(score, _mm512_set1_ps(block.cut[query]), _CMP_GE_OQ);
-            _mm512_store_ps(block.scores[query] + c * LANES, score);
+            const Singles score = fused(to_singles((Integers)sums[q][c]) * step, all(block.query_steps[query]),
+                                        all(block.centred[query][segment % CHUNK]));
+            asked[c] |= at_least(score, all(block.cut[query]));
+            store(block.scores[query] + first + c * LANES, score);
         }
     }
 }
 
-// Scores of the 64 centres from `segment` on, to `centred`.
+// Scores of a chunk of centres, from `segment` on, to `centred`.
 void score_centres(Block& block, const Call& call, int64_t segment, int64_t segments) {
     const auto token = [&](int64_t each) { return segment + each; };
     pack_keys(call.centres, DIM, segments - segment, token, block.keys);
@@ -161,29 +146,28 @@ void scan(Block& block, const Call& call, int64_t stop) {
     const int64_t segments = (stop - call.first) / SEGMENT;
     const float share = std::log2(call.threshold / (stop - call.first));
     block.chosen.clear();
-    for (int q = 0; q < BLOCK; q++)
-        block.met[q] = _mm512_set1_ps(1.0f / LANES), block.unread[q] = block.lifted[q] = _mm512_setzero_ps();
+    for (int q = 0; q < BLOCK; q++) block.met[q] = all(1.0f / LANES), block.unread[q] = block.lifted[q] = Singles{};
     for (int64_t segment = segments - 1; segment >= 0; segment--) {
         if (segment % CHUNK == CHUNK - 1 || segment == segments - 1)
             score_centres(block, call, segment / CHUNK * CHUNK, segments);
         if ((segments - 1 - segment) % (TILE / SEGMENT) == 0)
-            for (int q = 0; q < BLOCK; q++)
-                block.cut[q] = std::min(MOST, std::log2(_mm512_reduce_add_ps(block.met[q])) + share);
-        __mmask16 asked[4] = {};
-        for (int strip = 0; strip < STRIPS; strip++) estimate(block, strip, call, segment, asked);
+            for (int q = 0; q < BLOCK; q++) block.cut[q] = std::min(MOST, std::log2(sum_of(block.met[q])) + share);
+        Marks asked[PARTS] = {};
+        for (int first = 0; first < SEGMENT; first += CHUNK)
+            for (int strip = 0; strip < STRIPS; strip++)
+                estimate(block, strip, call, segment, first, asked + first / LANES);
         for (int q = 0; q < BLOCK; q++) {
-            __m512 met = block.met[q], unread = block.unread[q], lifted = block.lifted[q];
-            UNROLLED for (int c = 0; c < 4; c++) {
-                const __m512 score = _mm512_load_ps(block.scores[q] + c * LANES), weight = about_power_of_two(score);
-                const __mmask16 left = ~asked[c];
-                met = _mm512_add_ps(met, weight);
-                unread = _mm512_mask_add_ps(unread, left, unread, weight);
-                lifted = _mm512_mask3_fmadd_ps(weight, score, lifted, left);
+            Singles met = block.met[q], unread = block.unread[q], lifted = block.lifted[q];
+            UNROLLED for (int c = 0; c < PARTS; c++) {
+                const Singles score = loaded<Singles>(block.scores[q] + c * LANES);
+                const Singles weight = about_power_of_two(score), left = without(weight, asked[c]);
+                met += weight, unread += left;
+                lifted = fused(left, score, lifted);
             }
             block.met[q] = met, block.unread[q] = unread, block.lifted[q] = lifted;
         }
-        for (int c = 0; c < 4; c++)
-            for (uint32_t left = asked[c]; left; left &= left - 1)
+        for (int c = 0; c < PARTS; c++)
+            for (uint32_t left = bits_of(asked[c]); left; left &= left - 1)
                 block.chosen.push_back(call.first + segment * SEGMENT + c * LANES + __builtin_ctz(left));
     }
 }
@@ -191,21 +175,19 @@ void scan(Block& block, const Call& call, int64_t stop) {
 // Attention of a query over what it read and the estimate of the rest.
 void write(const Block& block, const Call& call, const float* values, int64_t head, int64_t query, int q) {
     const Strip& strip = block.strips[q / STRIP];
-    const float unread = _mm512_reduce_add_ps(block.unread[q]);
+    const float unread = sum_of(block.unread[q]);
     const float most = std::max(strip.peak[q % STRIP], block.base[q]);
     const float kept = std::exp2(strip.peak[q % STRIP] - most), rest = unread * std::exp2(block.base[q] - most);
     const float total = strip.total[q % STRIP] * kept + rest;
-    const float mean = unread > 0 ? _mm512_reduce_add_ps(block.lifted[q]) / unread + block.base[q] : 0;
+    const float mean = unread > 0 ? sum_of(block.lifted[q]) / unread + block.base[q] : 0;
     const float tilt = unread > 0 ? mean - block.mean_scores[q] : 0;
     for (int d = 0; d < VALUE_DIM; d += LANES) {
-        const __m512 value =
-            _mm512_fmadd_ps(_mm512_set1_ps(tilt), _mm512_loadu_ps(block.slopes[q] + d), _mm512_loadu_ps(values + d));
-        const __m512 sum =
-            _mm512_fmadd_ps(_mm512_set1_ps(rest / total), value,
-                            _mm512_mul_ps(_mm512_set1_ps(kept / total), _mm512_loadu_ps(strip.sums[q % STRIP] + d)));
+        const Singles value = fused(all(tilt), loaded<Singles>(block.slopes[q] + d), loaded<Singles>(values + d));
+        const Singles own = kept / total * loaded<Singles>(strip.sums[q % STRIP] + d);
+        const Singles sum = fused(all(rest / total), value, own);
         const int64_t to = head * call.out_head + query * call.out_token + d;
         if (call.narrow) store_bfloat16((uint16_t*)call.out + to, sum);
-        else _mm512_storeu_ps((float*)call.out + to, sum);
+        else store((float*)call.out + to, sum);
     }
 }
 
@@ -218,9 +200,9 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
     for (int q = 0; q < BLOCK; q++) {  // the last one again, where there are fewer
         const Number* query =
             call.query + head * call.query_head + (start + std::min<int64_t>(q, count - 1)) * call.query_token;
-        std::memcpy(block.query[q], query, sizeof block.query[q]);
+        pack_query(query, block.query[q]);
         alignas(64) float state[DIM];
-        std::transform(query, query + DIM, state, widen);
+        for (int d = 0; d < DIM; d++) state[d] = widen(query[d]);
         regress(block, q, state, mean, call.covariances + index * DIM * (DIM + VALUE_DIM), scaling);
         encode(block, q, state, scaling);
     }
