@@ -27,6 +27,17 @@ class WatchedCache(NoTensors, DynamicCache):
     """
 
     _shared: Shared
+    _given = False
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """`generate` sets it of a cache that it was given. A function of `custom_generate` may ask for no length."""
+        return self._given
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, given: bool) -> None:
+        self._given = given
+        self.get_seq_length()
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As `DynamicCache`, and watched."""
