@@ -24,8 +24,9 @@ def is_taken(model: PreTrainedModel) -> bool:
 
 
 def put_before(model: PreTrainedModel, find: Find | None = None) -> None:
-    """Have the decoder of `model` ask the `_decode_graph` of a cache that has one: its `run` gets the cache's layers,
-    the decoder, its own forward function and the keywords. Without a cache, `find(decoder, keywords)` finds one."""
+    """Have the decoder of `model` ask a QAdACache to `_read_in_pieces`, then its `_decode_graph`, if it has one: `run`
+    gets the cache's layers, the decoder, its own forward function and the keywords. Without a cache, `find(decoder,
+    keywords)` finds one."""
     decoder = model.get_decoder()
     if not hasattr(type(decoder), "_qada_own"):
         decoder.__class__ = _find_class(type(decoder))  # type: ignore[arg-type]  # a class is hashable
@@ -58,9 +59,13 @@ def _find_class(own: Any) -> Any:
         cache = find_cache(kwargs)
         if cache is None and self._qada_find is not None and (cache := self._qada_find(self, kwargs)) is not None:
             kwargs |= pass_cache(cache)
-        if args or torch.compiler.is_compiling() or (graph := getattr(cache, "_decode_graph", None)) is None:
+        if args or torch.compiler.is_compiling() or not hasattr(cache, "_decode_graph"):
             return own.forward(self, *args, **kwargs)
-        return graph.run(cache.layers, self, functools.partial(own.forward, self), kwargs)
+        compute = functools.partial(own.forward, self)
+        if (read := cache._read_in_pieces(compute, self, kwargs)) is not None:
+            return read
+        graph = cache._decode_graph
+        return compute(**kwargs) if graph is None else graph.run(cache.layers, self, compute, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         # By `copyreg.__newobj__`, which takes no other class than the object's.
