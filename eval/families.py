@@ -3,7 +3,8 @@
     python -m eval.families --out eval/results/families.csv
 
 Every model type is built with few and small layers and random weights, each in a process of its own. At `threshold=1`
-its logits have to be those of `DynamicCache`, over a prompt, a second turn and single tokens.
+its logits have to be those of `DynamicCache`, over a prompt, a second turn and single tokens. After `generate` the
+cache has to hold the text, or something was said.
 """
 
 import logging
@@ -11,6 +12,7 @@ import multiprocessing
 import re
 import sys
 import warnings
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +28,7 @@ from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
 
 LAYERS, HEADS, DIM = 6, 4, 16  # most kinds of layers that a model has are among its first six
+LONGEST_SHORT = 100  # tokens that a model with a second set of rotary frequencies reads by the first
 
 # Sizes by the names that configs have for them. A name that a config does not have is not given to it.
 _SIZES: dict[int, tuple[str, ...]] = {
@@ -53,6 +56,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
                   "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size",
                   "dense_intermediate_size", "intermediate_size_mlp", "attention_hidden_size", "sliding_window"),
     96: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"),
+    LONGEST_SHORT: ("original_max_position_embeddings",),
     1024: ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len"),
 }  # fmt: skip
 _OPTIONAL = ("num_kv_shared_layers", "hidden_size_per_layer_input", "bos_token_id", "eos_token_id")  # 0 stays 0
@@ -83,7 +87,8 @@ _OWN: dict[str, dict[str, Any]] = {
 CALLS = (150, 9, 40, 1, 1, 1)  # tokens: a prompt, a short and a long second turn, and single ones
 ROUNDING = 1e-4  # of the largest logit: float32's, many times over
 LONGEST = 400  # characters of a message
-VERDICTS = ("served", "nothing to do", "refused", "differs", "not run")
+TEXTS = (LONGEST_SHORT - 2, LONGEST_SHORT + 20)  # prompts of `generate`, in tokens
+VERDICTS = ("served", "nothing to do", "refused", "differs", "dropped", "not run")
 
 
 def make_tiny_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
@@ -153,7 +158,27 @@ def judge(model_type: str) -> dict[str, Any]:
         return row | {"verdict": "refused", "words": describe(error)}
     if error > ROUNDING:
         return row | {"verdict": "differs", "words": f"by {error:.1e} of the largest logit"}
+    if not said and (tokens := find_dropped(model)):
+        return row | {"verdict": "dropped", "words": f"without a word, by generate of {tokens} tokens"}
     return row | {"verdict": "served" if ours else "nothing to do", "words": "; ".join(said)}
+
+
+def find_dropped(model: PreTrainedModel) -> int:
+    """The first of `TEXTS`, in tokens, after which a cache that `generate` was given does not hold the text, though
+    nothing was raised or logged; 0: none."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a stand-in
+    logging.getLogger("qada_cache").addHandler(handler)
+    for tokens in TEXTS:
+        cache = QAdACache(model, threshold=1.0, sink_tokens=4, local_tokens=20, moments="current")
+        ids = torch.randint(5, 90, (1, tokens), generator=torch.Generator().manual_seed(1))
+        asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+        with suppress(Exception):  # of the model, or ours: then it is told
+            out = model.generate(ids, **pass_cache(cache), **asked)
+            if cache.get_seq_length() != out.shape[1] - 1 and not said:
+                return tokens
+    return 0
 
 
 def describe(error: Exception) -> str:

@@ -75,7 +75,7 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
         tensors |= options.other_moments.to_tensors()
         state["moments"] = options.other_moments.to_header()
     kept = [record_layer(layer) if isinstance(layer, QAdALayer) else vars(layer) for layer in layers]
-    state["layers"] = [_encode(record, f"layer {index}", tensors) for index, record in enumerate(kept)]
+    state["layers"] = [encode_record(record, f"layer {index}", tensors) for index, record in enumerate(kept)]
     tensor_file.write(path, KIND, tensors, state)
 
 
@@ -106,7 +106,7 @@ def read_cache(
         cache = make(criterion=criterion, moments=moments, **state["options"])
         device = torch.device("cpu") if model is None else find_inputs_device(model)
         for layer, kept in zip(cache.layers, state["layers"], strict=True):
-            record = _decode(kept, tensors, device)
+            record = decode_record(kept, tensors, device)
             if isinstance(layer, QAdALayer):
                 restore_layer(layer, record, source)
             else:
@@ -149,7 +149,7 @@ def _check_model(
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 
-def _encode(value: Any, path: str, tensors: dict[str, tensor_file.FileTensor]) -> Any:
+def encode_record(value: Any, path: str, tensors: dict[str, tensor_file.FileTensor]) -> Any:
     """`value` as JSON, its tensors moved to `tensors` under names that start with `path`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -157,9 +157,9 @@ def _encode(value: Any, path: str, tensors: dict[str, tensor_file.FileTensor]) -
         tensors[path] = value
         return {"tensor": path, **_describe(value)}
     if isinstance(value, (list, tuple)):
-        return [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+        return [encode_record(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, dict):
-        return {"dict": [[key, _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]}
+        return {"dict": [[key, encode_record(item, f"{path}.{key}", tensors)] for key, item in value.items()]}
     if isinstance(value, (torch.dtype, torch.device)):
         return {type(value).__name__: str(value).removeprefix("torch.")}
     raise NotImplementedError(f"QAdACache.save cannot write {path}, a {type(value).__name__}")
@@ -170,11 +170,11 @@ def _describe(tensor: tensor_file.FileTensor) -> dict[str, Any]:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
-def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """The inverse of `_encode`, with tensors on `device`, but for the bulk's; ValueError at another shape or dtype, or
-    what `_encode` never writes."""
+def decode_record(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
+    """The inverse of `encode_record`, with tensors on `device`, but for the bulk's; ValueError at another shape or
+    dtype, or what `encode_record` never writes."""
     if isinstance(value, list):
-        return [_decode(item, tensors, device) for item in value]
+        return [decode_record(item, tensors, device) for item in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -184,7 +184,7 @@ def _decode(value: Any, tensors: dict[str, Tensor], device: torch.device) -> Any
         return tensor if value["tensor"].endswith(_MAPPED) else tensor.to(device)
     ((kind, content),) = value.items()
     if kind == "dict":
-        return {key: _decode(item, tensors, device) for key, item in content}
+        return {key: decode_record(item, tensors, device) for key, item in content}
     if kind == "dtype" and isinstance(dtype := getattr(torch, content, None), torch.dtype):
         return dtype
     if kind != "device":

@@ -7,14 +7,18 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .attention import generation
+from .attention.pieces import compute_in_pieces, count_new
+from .models import decoder_forward
 from .no_tensors import NoTensors
 from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, check_crop, find_selected_rows
+from .state.linear_states import count_writes, find_written, list_states
+from .state.snapshots import EVERY, Snapshot, Snapshots
 from .storage.bulk import Bulk
 
 
@@ -27,6 +31,17 @@ class WatchedCache(NoTensors, DynamicCache):
     """
 
     _shared: Shared
+    _given = False
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """`generate` sets it of a cache that it was given. A function of `custom_generate` may ask for no length."""
+        return self._given
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, given: bool) -> None:
+        self._given = given
+        self.get_seq_length()
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As `DynamicCache`, and watched."""
@@ -67,10 +82,41 @@ class WatchedCache(NoTensors, DynamicCache):
             generation.note_asked(self, length)
         return length
 
+    def keep_snapshots(self, every: int = EVERY) -> None:
+        """Keep states of sliding and linear layers where long passes end, and about every so many tokens of one, for
+        `crop` to go back there. Nothing is kept if all layers can be cropped, or if none is ours."""
+        ours = [layer for layer in self.layers if isinstance(layer, QAdALayer)]
+        if not ours or len(ours) == len(self.layers) or self._shared.snapshots is not None:
+            return
+        self._shared.snapshots = Snapshots(max(every, self._shared.options.window + 1))
+        if (model := self._shared.model.get()) is not None and not decoder_forward.is_taken(model):
+            decoder_forward.put_before(model)
+
+    def find_last_beginning(self, tokens: int) -> int:
+        """The longest beginning of at most `tokens` that `crop` can go back to."""
+        if all(isinstance(layer, QAdALayer) for layer in self.layers) or tokens == self._count_tokens():
+            return tokens
+        kept = [] if self._shared.snapshots is None else self._shared.snapshots.kept
+        return max((snapshot.tokens for snapshot in kept if snapshot.tokens <= tokens), default=0)
+
+    def take_snapshots(self) -> list[Snapshot]:
+        """Those that are kept, and one of now. None of an empty cache, or if all layers can be cropped."""
+        self._check_whole()
+        tokens, kept = self._count_tokens(), self._shared.snapshots
+        if not tokens or all(isinstance(layer, QAdALayer) for layer in self.layers):
+            return []
+        before = [] if kept is None else [snapshot for snapshot in kept.kept if snapshot.tokens < tokens]
+        return [*before, Snapshot.take(self.layers, tokens)]
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen."""
-        tokens = check_crop(tokens_to_remove)
-        self._change("crop", *[lambda layer: layer.crop(tokens)] * 2)
+        """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen. Other layers than
+        ours go back to a snapshot, if one was kept there."""
+        tokens, kept = check_crop(tokens_to_remove), self._shared.snapshots
+        there = None if kept is None or not tokens else kept.find(self._count_tokens() + tokens)
+        others = (lambda layer, _: layer.crop(tokens)) if there is None else there.restore
+        self._change("crop", lambda layer: layer.crop(tokens), others)
+        if kept is not None:
+            kept.forget_behind(self._count_tokens())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
@@ -94,6 +140,22 @@ class WatchedCache(NoTensors, DynamicCache):
                 layer.is_initialized = False
         super().reset()
         self._shared.progress = Progress()
+        if (kept := self._shared.snapshots) is not None:
+            self._shared.snapshots = Snapshots(kept.every)
+
+    def _read_in_pieces(self, compute: Callable[..., Any], decoder: nn.Module, kwargs: dict[str, Any]) -> Any:
+        """What the decoder's `compute(**kwargs)` returns, in passes between which snapshots are taken; None if it is to
+        be one pass, as it is where a second one would read what the first has coded, or read otherwise."""
+        kept, options = self._shared.snapshots, self._shared.options
+        whole = options.codes_tokens or options.prefill_threshold
+        if kept is None or whole or (new := count_new(kwargs)) <= kept.every:
+            return None
+        sizes = kept.plan(new, options.window + 1)
+        return compute_in_pieces(compute, decoder, kwargs, sizes) if len(sizes) > 1 else None
+
+    def _count_tokens(self) -> int:
+        """Logical tokens of our layers, or of the first one."""
+        return next((layer.seen for layer in self.layers if isinstance(layer, QAdALayer)), super().get_seq_length())
 
     def _begin(self, layer_idx: int, call: Hashable) -> None:
         self._enter(layer_idx, call)
@@ -106,6 +168,8 @@ class WatchedCache(NoTensors, DynamicCache):
             self._check_handed_back()
         elif progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
             self._check_whole()
+            if self._shared.snapshots is not None:
+                self._shared.snapshots.begin_pass(self.layers, self._count_tokens())
 
     def _note(self, layer_idx: int, call: Hashable) -> None:
         """Note that the pass has come to this call."""
@@ -113,7 +177,7 @@ class WatchedCache(NoTensors, DynamicCache):
         progress.reached = layer_idx
         if layer_idx in self._linear_layers:
             if layer_idx not in progress.visits:
-                progress.visits[layer_idx] = Visit(_count_writes(self.layers[layer_idx]))
+                progress.visits[layer_idx] = Visit(count_writes(self.layers[layer_idx]))
             progress.visits[layer_idx].calls.add(call)
 
     def _check_handed_back(self) -> None:
@@ -150,7 +214,7 @@ class WatchedCache(NoTensors, DynamicCache):
             return
         if last in progress.visits:
             alike = [index for index in progress.visits if self._find_kind(index) == self._find_kind(last)]
-            written = {index: _find_written(self.layers[index], progress.visits[index]) for index in alike}
+            written = {index: find_written(self.layers[index], progress.visits[index]) for index in alike}
             if not all(states <= written[last] for states in written.values()):
                 progress.reached = last - 1
         progress.visits.clear()
@@ -167,15 +231,17 @@ class WatchedCache(NoTensors, DynamicCache):
             index = find_selected_rows(verb, argument, rows)
             # The one verb of rows that every kind of transformers' layers has.
             there = torch.tensor(index, dtype=torch.long, device="cpu")
-            self._change(verb, lambda layer: layer.select_rows(index), lambda layer: layer.reorder_cache(there))
+            self._change(verb, lambda layer: layer.select_rows(index), lambda layer, _: layer.reorder_cache(there))
+            if self._shared.snapshots is not None:
+                self._shared.snapshots.kept.clear()
 
-    def _change(self, verb: str, ours: Callable[[QAdALayer], None], others: Callable[[Any], None]) -> None:
+    def _change(self, verb: str, ours: Callable[[QAdALayer], None], others: Callable[[Any, int], None]) -> None:
         """Change every layer, or none; an interruption in between is noticed. The argument has been checked, and ours
         refuse nothing else. Transformers' own may (a crop behind a window): copies of them are changed first."""
         self._check_whole()
         changed = {index: _copy(layer) for index, layer in enumerate(self.layers) if not isinstance(layer, QAdALayer)}
-        for layer in changed.values():
-            others(layer)
+        for index, layer in changed.items():
+            others(layer, index)
         self._shared.progress.changing = verb
         for index, layer in enumerate(self.layers):
             if isinstance(layer, QAdALayer):
@@ -189,7 +255,7 @@ class WatchedCache(NoTensors, DynamicCache):
         if bulks := self._list_bulks():
             return len(bulks[0].lengths)
         for layer in self.layers:
-            for held in (getattr(layer, "keys", None), *_list_states(layer).values()):
+            for held in (getattr(layer, "keys", None), *list_states(layer).values()):
                 if held is not None and held.dim() > 1:
                     return len(held)
         return 0
@@ -218,25 +284,6 @@ class WatchedCache(NoTensors, DynamicCache):
             if calls and self._find_kind(index)[1] not in ("mlp", "moe"):
                 return index
         return -1
-
-
-def _list_states(layer: Any) -> dict[Hashable, Tensor | None]:
-    """The states of a linear layer, by the calls that write them; none for other layers."""
-    kinds = {"conv": getattr(layer, "conv_states", {}), "recurrent": getattr(layer, "recurrent_states", {})}
-    return {(kind, index): state for kind, states in kinds.items() for index, state in states.items()}
-
-
-def _count_writes(layer: Any) -> dict[Hashable, int]:
-    """How often each state was written to in place, as far as torch counts that: not in tensors made in inference mode,
-    and no writes by other libraries' kernels."""
-    states = _list_states(layer).items()
-    return {name: state._version for name, state in states if state is not None and not state.is_inference()}
-
-
-def _find_written(layer: Any, visit: Visit) -> set[Hashable]:
-    """The states that a linear layer has visibly written in a pass, by calls or in place, and its keys."""
-    in_place = {name for name, now in _count_writes(layer).items() if visit.versions.get(name, now) != now}
-    return in_place | (visit.calls & {"keys", *_list_states(layer)})
 
 
 def _copy(layer: Any) -> Any:

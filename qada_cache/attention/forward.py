@@ -78,6 +78,8 @@ def switch_on(config: PreTrainedConfig, model: PreTrainedModel | None = None) ->
     """Have the model that owns `config` (its text config) served by our function. Idempotent."""
     own = attention_table.find_own_tables(model, config)
     attention_table.place(attention_forward, _make_mask, tables=own)
+    if model is not None and generation.drops_caches(model) and not decoder_forward.is_taken(model):
+        decoder_forward.put_before(model, generation.find_dropped)
     _switched_on[config] = config._attn_implementation
 
 

@@ -7,8 +7,9 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 _GENERATION = GenerationMixin.__module__
 # Private, and so perhaps gone in another version: then prompts in chunks are taken for turns.
 _PREFILL = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)
+_LONGEST = "original_max_position_embeddings"
 
 
 class Prompt(NamedTuple):
@@ -92,6 +94,38 @@ def refuse_other_model(model_type: str) -> None:
     )
 
 
+def drops_caches(model: PreTrainedModel) -> bool:
+    """Whether this kind of model drops a cache where its rotary frequencies change (Phi 3 and its kin): `generate` then
+    gives it the whole text again, for a cache of its own."""
+    prepare = inspect.unwrap(cast(Any, model).prepare_inputs_for_generation)
+    return _LONGEST in prepare.__code__.co_names and isinstance(getattr(model.config, _LONGEST, None), int)
+
+
+@torch.compiler.disable
+def find_dropped(decoder: nn.Module, kwargs: dict[str, Any]) -> Any:
+    """The QAdACache that `generate` was given and this pass was not, emptied, as the pass has the whole text; or None.
+
+    RuntimeError if the pass has a part of the text alone, as Phi 4's has: the model would go on without the rest.
+    """
+    cache, length = (_asked.last[0](), _asked.last[1]) if _asked.last else (None, 0)
+    if cache is None or cache._shared.model.config is not decoder.config or kwargs.get("use_cache") is False:
+        return None
+    longest = getattr(decoder.config, _LONGEST)
+    if length > longest or not any(_is_given(frame, cache) for frame, called in _find_own_call() if called):
+        return None
+    given = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+    tokens, mask, positions = given.shape[1], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    ends = 0 if positions is None else int(positions.max()) + 1
+    if (text := max(longest + 1, 0 if mask is None else mask.shape[-1], ends)) > tokens:
+        raise RuntimeError(
+            f"this {decoder.config.model_type} model drops its cache of {length} tokens, as the text is longer than "
+            f"{_LONGEST} ({longest}), and reads {tokens} of {text} tokens: cache.reset(), and give the whole text so "
+            "far to another generate"
+        )
+    cache.reset()
+    return cache
+
+
 def warn_of_unused(module: nn.Module, tokens: int) -> None:
     """Log, once, that `generate` was given a QAdACache and reads without it, if so. For every call of attention over
     `tokens` keys of other caches, or of none: nearly all of them end at the first line."""
@@ -105,13 +139,13 @@ def warn_of_unused(module: nn.Module, tokens: int) -> None:
     if grown or not any(_is_given(frame, cache) for frame, called in _find_own_call() if called):
         return
     config = cache._shared.model.config
-    longest, name = getattr(config, "original_max_position_embeddings", None), config.model_type
-    reason = f"its prepare_inputs_for_generation leaves the cache out: use transformers.DynamicCache for {name}"
+    longest, name = getattr(config, _LONGEST, None), config.model_type
+    reason = f"its prepare_inputs_for_generation or a custom_generate leaves it out: use DynamicCache for {name}"
     if longest is not None and length <= longest:
         reason = (
-            f"it drops a cache of up to original_max_position_embeddings ({longest}) tokens when the text is longer. "
-            f"It keeps one of more tokens: read a long prompt by model(input_ids[:, :-1], {CACHE}=cache) first, then "
-            "generate; or use transformers.DynamicCache"
+            f"it drops a cache of up to {_LONGEST} ({longest}) tokens when the text is longer. A cache that was built "
+            "by QAdACache(model), of a model without accelerate's hooks, reads the text again. Others are kept if they "
+            f"hold more tokens: read a long prompt by model(input_ids[:, :-1], {CACHE}=cache) first, then generate"
         )
     warn_once(
         logger,
@@ -121,14 +155,18 @@ def warn_of_unused(module: nn.Module, tokens: int) -> None:
 
 
 def _find_own_call() -> Iterator[tuple[FrameType, bool]]:
-    """The frames of the innermost `generate` on the stack, from the inside out, if it is itself what calls the model,
-    and not a logits processor, or an assistant, within it; each with True. Else the first of them with False."""
+    """The frames of the innermost `generate` on the stack, from the inside out, each with True, if it, or the function
+    `custom_generate` that it was given, is itself what calls the model, and not a logits processor, or an assistant,
+    within it. Else the first of them with False."""
     inner: FrameType | None = None
     called = None
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_globals.get("__name__") == _GENERATION:
             if called is None:
-                called = inner is not None and isinstance(inner.f_locals.get("self"), PreTrainedModel)
+                custom = getattr(frame.f_locals.get("custom_generate"), "__code__", None)
+                called = inner is not None and (
+                    inner.f_code is custom or isinstance(inner.f_locals.get("self"), PreTrainedModel)
+                )
             yield frame, called
             if not called or frame.f_code.co_name == "generate":
                 return

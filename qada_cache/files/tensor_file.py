@@ -166,7 +166,7 @@ def read_state(file: BinaryIO, kind: str, path: str | os.PathLike) -> dict[str, 
 
 def _view(content: bytearray, begin: int, entry: dict[str, Any]) -> Tensor:
     (start, stop), dtype, shape = entry["data_offsets"], _TYPES[entry["dtype"]], tuple(entry["shape"])
-    if stop - start != math.prod(shape) * dtype.itemsize or min(start, *shape) < 0:
+    if stop - start != math.prod(shape) * dtype.itemsize or min((start, *shape)) < 0:
         raise ValueError(f"a tensor of {shape} {dtype} cannot lie in {start}..{stop}")
     if start == stop:
         return torch.empty(shape, dtype=dtype, device="cpu")

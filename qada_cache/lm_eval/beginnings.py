@@ -19,6 +19,11 @@ class Beginnings:
         """`options` are the caches'. A NotImplementedError as by `PrefixStore.cache`."""
         self._store, self._model, self._options = PrefixStore(Path(folder)), model, options
         self._store.count(model, [0], **options)  # what is refused is refused before any request
+        managed = (cache := QAdACache(model, **options))._shared.model
+        if len(managed.layers) < len(cache.layers):
+            raise NotImplementedError(
+                f"no beginnings of {managed.model_type} are kept, whose sliding or linear layers cannot be cropped"
+            )
         self._before: Sequence[int] = ()  # the last prompt
 
     def make_cache(self, ids: Tensor, mask: Tensor) -> tuple[QAdACache, int]:

@@ -1,15 +1,19 @@
-"""The forward function of a model's decoder, with one before it that a cache may have compute a step.
+"""The forward function of a model's decoder, with one before it that a cache may have compute a step, and that finds
+the cache of a pass which was left without.
 
 It goes before by the decoder's class: copies and pickles of a model have the class that it came with.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..versions import CACHE_NAMES
+from ..versions import CACHE_NAMES, pass_cache
+
+Find = Callable[[Any, dict[str, Any]], Any]
 
 
 def is_taken(model: PreTrainedModel) -> bool:
@@ -19,12 +23,15 @@ def is_taken(model: PreTrainedModel) -> bool:
     return decoder is None or "forward" in vars(decoder)
 
 
-def put_before(model: PreTrainedModel) -> None:
-    """Have the decoder of `model` ask the `_decode_graph` of a cache that has one: its `run` gets the cache's layers,
-    the decoder, its own forward function and the keywords."""
+def put_before(model: PreTrainedModel, find: Find | None = None) -> None:
+    """Have the decoder of `model` ask a QAdACache to `_read_in_pieces`, then its `_decode_graph`, if it has one: `run`
+    gets the cache's layers, the decoder, its own forward function and the keywords. Without a cache, `find(decoder,
+    keywords)` finds one."""
     decoder = model.get_decoder()
     if not hasattr(type(decoder), "_qada_own"):
         decoder.__class__ = _find_class(type(decoder))  # type: ignore[arg-type]  # a class is hashable
+    if find is not None:
+        type(decoder)._qada_find = staticmethod(find)
 
 
 def take_away(model: PreTrainedModel) -> None:
@@ -50,9 +57,15 @@ def _find_class(own: Any) -> Any:
     @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = find_cache(kwargs)
-        if args or torch.compiler.is_compiling() or (graph := getattr(cache, "_decode_graph", None)) is None:
+        if cache is None and self._qada_find is not None and (cache := self._qada_find(self, kwargs)) is not None:
+            kwargs |= pass_cache(cache)
+        if args or torch.compiler.is_compiling() or not hasattr(cache, "_decode_graph"):
             return own.forward(self, *args, **kwargs)
-        return graph.run(cache.layers, self, functools.partial(own.forward, self), kwargs)
+        compute = functools.partial(own.forward, self)
+        if (read := cache._read_in_pieces(compute, self, kwargs)) is not None:
+            return read
+        graph = cache._decode_graph
+        return compute(**kwargs) if graph is None else graph.run(cache.layers, self, compute, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         # By `copyreg.__newobj__`, which takes no other class than the object's.
@@ -60,4 +73,5 @@ def _find_class(own: Any) -> Any:
         return _make_new, (own, *given[1:]), *rest
 
     named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, (own,), named | {"forward": forward, "__reduce_ex__": reduce, "_qada_own": own})
+    ours = {"forward": forward, "__reduce_ex__": reduce, "_qada_own": own, "_qada_find": None}
+    return type(own.__name__, (own,), named | ours)

@@ -2,7 +2,8 @@
 
 `naming` names stored tokens, `folder` has their files, `filling` copies tokens out of caches and into them. A file
 holds the unchanged keys and values of one segment of tokens. Each cache makes sinks, window and moments from them,
-under its own options. Codes of the sketch take longest to make, so `sketches` stores those of whole segments.
+under its own options. Codes of the sketch take longest to make, so `sketches` stores those of whole segments. States
+of sliding and linear layers, behind some beginnings, have files of their own.
 """
 
 import logging
@@ -23,8 +24,9 @@ from ..cache import QAdACache
 from ..models import unwrap_model
 from ..models.asking import UntoldWeightsError
 from ..said_once import warn_once
+from ..state.snapshots import EVERY
 from .checking import check, find_real_rows
-from .filling import copy_tokens, fill, has_shapes, keep_as_made, list_layers
+from .filling import copy_tokens, fill, has_shapes, keep_as_made, list_layers, restore_states
 from .finding import Beginning, Finder
 from .folder import Folder, Header, Listing, open_store
 from .keeping import store_row
@@ -54,6 +56,7 @@ class PrefixStore:
             if it is another user's, or if others can write to it.
         max_bytes: limit of its files together; the least recently used ones are removed.
         max_age: seconds after which an unused file is removed; None: never.
+        snapshot_tokens: how far apart states of sliding and linear layers are stored near the end of a long prompt.
 
     Raises:
         ValueError: a limit is out of its range.
@@ -65,11 +68,15 @@ class PrefixStore:
         *,
         max_bytes: int = MAX_BYTES,
         max_age: float | None = MAX_AGE,
+        snapshot_tokens: int = EVERY,
     ) -> None:
         if type(max_bytes) is not int or max_bytes < 0:
             raise ValueError(f"max_bytes must be an int, 0 or more, got {max_bytes!r}")
         if max_age is not None and (type(max_age) not in (int, float) or not max_age >= 0):
             raise ValueError(f"max_age must be seconds, 0 or more, or None, got {max_age!r}")
+        if type(snapshot_tokens) is not int or snapshot_tokens < 1:
+            raise ValueError(f"snapshot_tokens must be an int, 1 or more, got {snapshot_tokens!r}")
+        self.snapshot_tokens = snapshot_tokens
         self.folder = None if folder is None else Path(folder).absolute()
         self.max_bytes, self.max_age = max_bytes, max_age
         self._headers: dict[Name, Header] = {}
@@ -121,11 +128,14 @@ class PrefixStore:
         """As `cache`, for `rows` of real tokens, right-aligned in `columns`, of which it holds at most `most`."""
         model = unwrap_model(model)
         cache, found = QAdACache(model, **keep_as_made(options)), [Beginning() for _ in rows]
+        cache.keep_snapshots(self.snapshot_tokens)
         with self._make_finder(cache, model, rows, key) as finder:
-            if finder is not None:
+            if finder is not None and ([*map(len, rows)] == [columns] or not finder.needs_states):
                 found = [finder.find(row, most - columns + len(row)) for row in rows]
         begun = min((columns - len(row) + each.tokens for row, each in zip(rows, found, strict=True)), default=0)
         held = [max(begun - columns + len(row), 0) for row in rows]
+        if any(each.states is not None and not restore_states(cache, each.states, each.tensors) for each in found):
+            held = [0]
         if any(held):
             for each, tokens in zip(found, held, strict=True):
                 each.crop(tokens)
@@ -161,7 +171,7 @@ class PrefixStore:
         """
         rows, columns = find_real_rows(token_ids, None)
         cache._check_whole()
-        layers = list_layers(cache)
+        layers = list_layers(cache, rows=len(rows))
         seen, store = cache.get_seq_length(), layers[0].store
         if store is None:
             return 0
@@ -201,6 +211,7 @@ class PrefixStore:
         try:
             with self._open(make=True) as folder:
                 listing = folder.list(self.max_age)
+                snapshots = cache.take_snapshots() if store.batch == 1 else []
                 for place, row in rows.items():
                     alike = min(store.alike[place], len(row))
                     tokens, written = store_row(
@@ -212,6 +223,7 @@ class PrefixStore:
                         sketch=digest_sketch(cache.options),
                         about=about,
                         copy=partial(copy_tokens, cache, place),
+                        snapshots=snapshots,
                         max_bytes=self.max_bytes,
                     )
                     kept += tokens
@@ -267,12 +279,9 @@ class PrefixStore:
             try:
                 if not torch.is_autocast_enabled(model.device.type):  # keys may be of another dtype then
                     folder = stack.enter_context(self._open())
-                    fits = partial(has_shapes, model, cache.options, len(cache.layers))
-                    own: dict[str, Any] = {
-                        "reading": describe_reading(cache.options),
-                        "sketch": digest_sketch(cache.options),
-                    }
-                    finder = Finder(folder, folder.list(self.max_age), root=name_root(model, key), fits=fits, **own)
+                    listing, root, count = folder.list(self.max_age), name_root(model, key), len(list_layers(cache))
+                    fits, needs_states = partial(has_shapes, model, cache.options, count), count < len(cache.layers)
+                    finder = Finder(folder, listing, cache.options, root=root, fits=fits, needs_states=needs_states)
             except FileNotFoundError:
                 pass  # nothing was kept yet
             except UntoldWeightsError as error:

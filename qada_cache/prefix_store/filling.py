@@ -1,5 +1,6 @@
 """Copies tokens out of a QAdACache, and into an empty one, as if an exact call had read them there."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,14 +9,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import QAdACache
+from ..cache_file import decode_record
 from ..models import find_inputs_device, read_token_sizes
 from ..sketch import Layout
 from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
+from ..state.stock import check_stock
 from ..storage.padding import NONE, Padding
 from ..tuned_choice import LEFT_OPEN
 from . import sketches
 from .folder import Layers
+
+logger = logging.getLogger(__name__)
 
 _PARTS = ("keys", "values")
 Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of each the first tokens that are taken
@@ -28,20 +33,25 @@ def keep_as_made(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"bulk_bits": BULK_BITS, "prefill_threshold": 0.0, **asked}
 
 
-def list_layers(cache: QAdACache) -> list[QAdALayer]:
-    """All layers of a cache. NotImplementedError if a layer is of another kind, which cannot be cropped to a common
-    beginning, or if the cache holds tokens in few bits."""
+def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
+    """The layers of a cache whose tokens are stored. NotImplementedError if there are none, if the cache holds tokens
+    in few bits, or if so many rows cannot be stored together."""
     if cache.options.codes_tokens:
         raise NotImplementedError(
             "PrefixStore keeps tokens as the model made them, which a bulk in few bits has no longer: build the cache "
             "with bulk_bits=16, or save() it"
         )
-    if not cache.layers or not all(isinstance(layer, QAdALayer) for layer in cache.layers):
+    if not (ours := [layer for layer in cache.layers if isinstance(layer, QAdALayer)]):
         raise NotImplementedError(
-            f"PrefixStore keeps no prompts of {cache._shared.model.model_type}, whose sliding or linear layers cannot "
-            "be cropped to a common beginning: save() and QAdACache.load keep a whole prompt"
+            f"PrefixStore keeps no prompts of {cache._shared.model.model_type}, which has no full-attention layers: "
+            "save() and QAdACache.load keep a whole prompt"
         )
-    return list(cache.layers)  # type: ignore[arg-type]
+    if rows > 1 and len(ours) < len(cache.layers):
+        raise NotImplementedError(
+            f"PrefixStore keeps no batches of {cache._shared.model.model_type}, which has sliding or linear layers: "
+            "keep rows one by one"
+        )
+    return ours
 
 
 @torch.no_grad()
@@ -81,6 +91,28 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
         layer.seen, layer.padding = seen, padding
 
 
+@torch.no_grad()
+@torch.inference_mode(False)  # as for `fill`
+def restore_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) -> bool:
+    """Have layers that are not ours hold what a file of states says. False, with a warning, and nothing is changed, if
+    it is of other layers."""
+    model = cache._shared.model.get()
+    device = torch.device("cpu") if model is None else find_inputs_device(model)
+    try:
+        others = {str(index): layer for index, layer in enumerate(cache.layers) if not isinstance(layer, QAdALayer)}
+        records = decode_record(states, tensors, device)
+        if records.keys() != others.keys():
+            raise ValueError("they are of other layers")
+        for index, layer in others.items():
+            check_stock(layer, records[index])
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        logger.warning("a stored prompt is read again, as its states cannot be used: %s", error)
+        return False
+    for index, layer in others.items():
+        vars(layer).update(records[index])
+    return True
+
+
 def _join(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str, seen: int) -> Tensor:
     """The "keys" or "values" of one layer, `[rows, kv_heads, seen, dim]`, zeros where there is padding."""
     like = next(layers[place][part] for pieces in rows for layers, _ in pieces)
@@ -95,8 +127,8 @@ def _join(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str,
 
 
 def has_shapes(model: PreTrainedModel, options: Options, count: int, layers: Layers) -> bool:
-    """Whether `layers` fit: keys and values have the shapes and dtype of the model, which has `count` layers, and codes
-    of the sketch, if there are any, have the layout of `options`."""
+    """Whether `layers` fit: keys and values have the shapes and dtype of the model, of which `count` layers are stored,
+    and codes of the sketch, if there are any, have the layout of `options`."""
     config = model.config.get_text_config(decoder=True)
     kv_heads, dim, value_dim = read_token_sizes(config)
     layout = Layout.from_bits(dim, options.sketch_bits)

@@ -4,9 +4,14 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch import Tensor
+
+from ..state import Options
 from .folder import Folder, Header, Layers, Listing
-from .naming import EXACT, SEGMENT_TOKENS, Name, name_segment
+from .naming import EXACT, SEGMENT_TOKENS, STATES, Name, describe_reading, name_segment
+from .sketches import digest_sketch
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +26,8 @@ class Beginning:
 
     pieces: list[tuple[Layers, int]] = field(default_factory=list)  # as for `filling.fill`
     exact: int = 0  # of the tokens, the first ones, that were read exactly
+    states: Any = None  # of layers that are not ours, behind the tokens, as for `filling.restore_states`
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -42,19 +49,37 @@ class Finder:
     """Looks for the beginnings of several rows, and reads each file once."""
 
     def __init__(
-        self, folder: Folder, listing: Listing, *, root: str, reading: str, sketch: str, fits: Callable[[Layers], bool]
+        self,
+        folder: Folder,
+        listing: Listing,
+        options: Options,
+        *,
+        root: str,
+        fits: Callable[[Layers], bool],
+        needs_states: bool,
     ) -> None:
-        """`reading` and `sketch` are those of the cache to fill, `fits` says whether stored layers fit it."""
-        self.folder, self.listing, self.root, self.reading, self._fits = folder, listing, root, reading, fits
-        self._sketch = sketch
+        """`options` are those of the cache to fill, `fits` says whether stored layers fit it, and
+        `needs_states` whether it has others, whose states have to be stored behind a beginning."""
+        self.folder, self.listing, self.root, self._fits = folder, listing, root, fits
+        self.reading, self._sketch = describe_reading(options), digest_sketch(options)
+        self.needs_states = needs_states
         self._read: dict[Name, tuple[Header, Layers]] = {}
 
     def find(self, tokens: Sequence[int], most: int) -> Beginning:
         """The longest stored beginning of `tokens`, at most `most` of them. Damaged files are removed, and so are the
         segments behind them; a warning says so."""
         while True:
-            path = self._find_longest(tokens, most)
+            found = Beginning()
+            path, states = self._find(tokens, most)
             self.folder.touch(self.listing, [name for name, _ in path])
+            if states is not None:
+                try:
+                    _, found.tensors, said = self.folder.read_whole(states)
+                    found.states = said["states"]
+                    self.folder.touch(self.listing, [states])
+                except (OSError, ValueError, KeyError) as error:
+                    self._drop(states, ValueError(f"{states} lacks {error}") if type(error) is KeyError else error)
+                    continue
             missing = [name for name, _ in path if name not in self._read]
             with ThreadPoolExecutor(READERS) as pool:
                 read = [
@@ -63,7 +88,6 @@ class Finder:
                 ]
             if all(read):
                 break  # else its listing is shorter now
-        found = Beginning()
         for name, taken in path:
             header, layers = self._read[name]
             if found.exact == found.tokens:
@@ -73,7 +97,31 @@ class Finder:
 
     def count(self, tokens: Sequence[int], most: int) -> int:
         """The number of tokens of the longest stored beginning. Reads only headers."""
-        return sum(taken for _, taken in self._find_longest(tokens, most))
+        return sum(taken for _, taken in self._find(tokens, most)[0])
+
+    def _find(self, tokens: Sequence[int], most: int) -> tuple[list[Step], Name | None]:
+        """The chain of the longest stored beginning, and the file of states behind it, if these are needed."""
+        path = self._find_longest(tokens, most)
+        if not self.needs_states:
+            return path, None
+        covered, best = sum(taken for _, taken in path), 0
+        behind: Name | None = None
+        for number, parent in enumerate([self.root, *(name.own for name, _ in path)]):
+            start = number * SEGMENT_TOKENS
+            for name in list(self.listing.following.get(parent, [])):
+                try:
+                    header = self.folder.read_header(name)
+                except (OSError, ValueError) as error:
+                    self._drop(name, error)
+                    continue
+                end = start + len(header.tokens)
+                fits = header.reading in (STATES + self.reading, STATES + EXACT) and best < end <= covered
+                if fits and list(tokens[start:end]) == header.tokens:
+                    best, behind = end, name
+        if best < WORTH:
+            return [], None
+        left = [(name, min(taken, best - at * SEGMENT_TOKENS)) for at, (name, taken) in enumerate(path)]
+        return [step for step in left if step[1] > 0], behind
 
     def _find_longest(self, tokens: Sequence[int], most: int) -> list[Step]:
         """The longest chain of at least `WORTH` tokens; of equal ones, one that was read exactly."""

@@ -4,7 +4,7 @@ import errno
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import files
 from ..files import tensor_file
 from ..storage.bulk_sketch import SEGMENTS, TOKENS
-from .naming import EXACT, Name, name_segment
+from .naming import EXACT, STATES, Name, name_segment
 
 KIND = "qada-prompt"
 FOLDER = "prompts"  # of `files.find_home()`
@@ -32,6 +32,11 @@ class Header(NamedTuple):
     exact: int  # of them, the first ones, that were read exactly
     sketch: str  # whose codes it holds, as by `sketches.digest_sketch`; empty: none
     about: dict[str, Any]  # the model, for people
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the file holds states of other layers than ours behind its tokens, and no segment."""
+        return self.reading.startswith(STATES)
 
     def count_usable(self, reading: str) -> int:
         """The number of first tokens that a cache may use if it reads by `reading`."""
@@ -144,15 +149,21 @@ class Folder:
                 self._headers[name] = _read_header(name, tensor_file.read_state(file, KIND, self.path / str(name)))
         return self._headers[name]
 
-    def read(self, name: Name) -> tuple[Header, Layers]:
-        """A segment's header and layers; a ValueError if its file is truncated, altered or another segment's."""
+    def read_whole(self, name: Name) -> tuple[Header, dict[str, Tensor], dict[str, Any]]:
+        """A file's header, its tensors and all that its own header says; a ValueError if it is truncated, altered or of
+        another name."""
         path = self.path / str(name)
         with files.open_file(self._descriptor, str(name)) as file:
             content = bytearray(os.fstat(file.fileno()).st_size)
             if file.readinto(content) != len(content):  # type: ignore[attr-defined]
                 raise ValueError(f"{path} was truncated while it was read")
         tensors, state = tensor_file.view(content, KIND, path)
-        header = _read_header(name, state)
+        return _read_header(name, state), tensors, state
+
+    def read(self, name: Name) -> tuple[Header, Layers]:
+        """A segment's header and layers; a ValueError as by `read_whole`."""
+        header, tensors, _ = self.read_whole(name)
+        path = self.path / str(name)
         names = ["keys", "values", *(CODES if header.sketch else ())]
         try:
             places = range(len(tensors) // len(names))
@@ -165,10 +176,11 @@ class Folder:
                 raise ValueError(f"{path} holds keys {list(keys.shape)} beside values {list(values.shape)}")
         return header, layers
 
-    def write(self, listing: Listing, name: Name, header: Header, layers: Layers) -> int:
-        """Write a segment, whole or not at all; returns the bytes of its file."""
-        tensors = {f"{part} {place}": each for place, layer in enumerate(layers) for part, each in layer.items()}
-        files.write(str(name), tensor_file.encode(KIND, tensors, header._asdict()), folder=self._descriptor)
+    def write(
+        self, listing: Listing, name: Name, header: Header, tensors: Mapping[str, tensor_file.FileTensor], **more: Any
+    ) -> int:
+        """Write a file, whole or not at all, with `more` in its own header; returns its bytes."""
+        files.write(str(name), tensor_file.encode(KIND, tensors, header._asdict() | more), folder=self._descriptor)
         about = os.stat(str(name), dir_fd=self._descriptor)
         listing.add(File(name, about.st_size, about.st_mtime_ns))
         self._headers[name] = header
@@ -190,12 +202,12 @@ class Folder:
 def _read_header(name: Name, state: Any) -> Header:
     """The header of the segment of this name, from its file's state; a ValueError if it is none."""
     try:
-        header = Header(**state)
+        header = Header(**{part: each for part, each in state.items() if part != "states"})
         fits = [*map(type, header)] == [list, str, int, str, dict] and {*map(type, header.tokens)} == {int}
         fits = fits and 0 <= header.exact <= len(header.tokens)
         if fits and name_segment(name.parent, header.tokens, header.reading) == name.own:
             return header
-    except (TypeError, OverflowError, RuntimeError):  # other fields, or tokens that are no int64
+    except (AttributeError, TypeError, OverflowError, RuntimeError):  # other fields, or tokens that are no int64
         pass
     raise ValueError(f"{name} does not hold the tokens that it is named by")
 

@@ -1,12 +1,16 @@
 """Writes segments of a cache's tokens that the folder does not have yet."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from ..cache_file import encode_record
 from ..said_once import warn_once
+from ..state.snapshots import Snapshot
 from .folder import CODES, Folder, Header, Layers, Listing
-from .naming import EXACT, SEGMENT_TOKENS, Name, name_segment
+from .naming import EXACT, SEGMENT_TOKENS, STATES, Name, name_segment, name_states
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +26,31 @@ def store_row(
     sketch: str,  # of the cache
     about: dict[str, Any],
     copy: Callable[[int, int], Layers],  # the row's tokens `start..stop`
+    snapshots: Iterable[Snapshot],  # of other layers than ours, if the row is all that they hold
     max_bytes: int,
 ) -> tuple[int, int]:
-    """Write missing segments, from the first on; returns how many of the row's tokens are stored now, and the bytes
-    written. A longer segment replaces a shorter one that it begins with. An OSError if a file cannot be written."""
+    """Write missing segments, from the first on, and states; returns how many of the row's tokens are stored now, and
+    the bytes written. A longer segment replaces a shorter one that it begins with. An OSError if a file cannot be
+    written."""
+    told: dict[str, Any] = {"root": root, "exact": exact, "reading": reading, "about": about, "max_bytes": max_bytes}
+    stored, written = _store_segments(folder, listing, tokens=tokens, sketch=sketch, copy=copy, **told)
+    return stored, written + _store_states(folder, listing, tokens=tokens[:stored], snapshots=snapshots, **told)
+
+
+def _store_segments(
+    folder: Folder,
+    listing: Listing,
+    *,
+    root: str,
+    tokens: Sequence[int],
+    exact: int,
+    reading: str,
+    sketch: str,
+    about: dict[str, Any],
+    copy: Callable[[int, int], Layers],
+    max_bytes: int,
+) -> tuple[int, int]:
+    """As `store_row`, without states."""
     parent, chain, written = root, list[Name](), 0
     try:
         for start in range(0, len(tokens), SEGMENT_TOKENS):
@@ -41,7 +66,8 @@ def store_row(
                 layers = copy(start, start + len(part))
                 if all(layer.keys() >= {*CODES} for layer in layers):
                     header = header._replace(sketch=sketch)
-                size = _write(folder, listing, name, header, layers, max_bytes, chain)
+                parts = {f"{part} {at}": each for at, layer in enumerate(layers) for part, each in layer.items()}
+                size = _write(folder, listing, name, header, parts, max_bytes, chain)
                 if not size:
                     warn_once(
                         logger,
@@ -69,7 +95,7 @@ def _compare(folder: Folder, listing: Listing, new: Header, parent: str) -> tupl
         except (OSError, ValueError):  # it goes when it is looked for
             continue
         fewer = min(len(old.tokens), len(new.tokens))
-        if old.tokens[:fewer] != new.tokens[:fewer]:
+        if old.has_states or old.tokens[:fewer] != new.tokens[:fewer]:
             continue
         if _serves(old, new) and len(new.tokens) < SEGMENT_TOKENS:
             folder.touch(listing, [name])
@@ -86,15 +112,59 @@ def _serves(one: Header, other: Header) -> bool:
     )
 
 
-def _write(
-    folder: Folder, listing: Listing, name: Name, header: Header, layers: Layers, max_bytes: int, chain: list[Name]
+def _store_states(
+    folder: Folder,
+    listing: Listing,
+    *,
+    root: str,
+    tokens: Sequence[int],  # that are stored
+    exact: int,
+    reading: str,
+    about: dict[str, Any],
+    snapshots: Iterable[Snapshot],
+    max_bytes: int,
 ) -> int:
-    """Write a segment and make room for it; 0 if there is none."""
-    size = sum(part.nbytes for layer in layers for part in layer.values())
-    if not folder.make_room(listing, max_bytes - size, set(chain)):
+    """Write what other layers than ours held behind beginnings of `tokens`; returns the bytes written. An OSError if a
+    file cannot be written."""
+    chain, written = [root], 0
+    for start in range(0, len(tokens) - SEGMENT_TOKENS + 1, SEGMENT_TOKENS):
+        part = tokens[start : start + SEGMENT_TOKENS]
+        chain.append(name_segment(chain[-1], part, EXACT if start + len(part) <= exact else reading))
+    spared, kept = [name for name in listing.files if name.own in chain], list[Name]()
+    for snapshot in snapshots:
+        if snapshot.tokens > len(tokens):
+            break
+        how = EXACT if snapshot.tokens <= exact else reading
+        name = name_states(chain, tokens[: snapshot.tokens], how)
+        if name not in listing.files:
+            parts = dict[str, Any]()
+            others = {str(index): held for index, held in snapshot.layers.items()}
+            state = encode_record(others, "states", parts)
+            header = Header(list(tokens[name.number * SEGMENT_TOKENS : snapshot.tokens]), STATES + how, 0, "", about)
+            if not (size := _write(folder, listing, name, header, parts, max_bytes, spared + kept, states=state)):
+                break
+            written += size
+        kept.append(name)
+    folder.touch(listing, kept)
+    return written
+
+
+def _write(
+    folder: Folder,
+    listing: Listing,
+    name: Name,
+    header: Header,
+    parts: Mapping[str, Tensor],
+    max_bytes: int,
+    spared: list[Name],
+    **more: Any,
+) -> int:
+    """Write a file and make room for it; 0 if there is none."""
+    size = sum(part.nbytes for part in parts.values())
+    if not folder.make_room(listing, max_bytes - size, set(spared)):
         return 0
-    size = folder.write(listing, name, header, layers)
-    if not folder.make_room(listing, max_bytes, {*chain, name}):  # its header came on top
+    size = folder.write(listing, name, header, parts, **more)
+    if not folder.make_room(listing, max_bytes, {*spared, name}):  # its header came on top
         folder.remove(listing, name)
         return 0
     return size

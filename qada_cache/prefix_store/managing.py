@@ -77,7 +77,8 @@ def summarise(folder: Folder, listing: Listing) -> list[StoredPrompts]:
                 continue
         if headers:
             about = {name: headers[0].about.get(name, "") for name in ("model", "type", "dtype", "keyed")}
-            tokens, size = sum(len(header.tokens) for header in headers), sum(file.bytes for file in files)
+            tokens = sum(len(header.tokens) for header in headers if not header.has_states)
+            size = sum(file.bytes for file in files)
             used = max(file.used for file in files) / 1e9
             found.append(StoredPrompts(root, **about, tokens=tokens, segments=len(files), bytes=size, used=used))
     return sorted(found, key=lambda each: -each.used)
@@ -91,7 +92,7 @@ def verify(folder: Folder, listing: Listing) -> tuple[int, list[str]]:
         if name not in listing.files:  # it was behind a damaged one
             continue
         try:
-            folder.read(name)
+            (folder.read_whole if folder.read_header(name).has_states else folder.read)(name)
             whole += 1
         except FileNotFoundError:  # another process removed it
             listing.remove(name)

@@ -20,6 +20,7 @@ from ..state import Options
 
 SEGMENT_TOKENS = 256  # of a file; what is kept of a text beyond whole segments is one shorter file
 VERSION = 1  # of names and files: others are not found
+STATES = "states "  # before how the text was read whose other layers' states a file holds
 EXACT = ""  # how tokens were read that do not depend on a cache's options
 _FORMAT = re.compile(r"([0-9a-f]{16})-(\d{6})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
 
@@ -47,6 +48,16 @@ def name_root(model: PreTrainedModel, key: str | None) -> str:
     owner's key."""
     parts = [VERSION, SEGMENT_TOKENS, identity.digest(model), identity.list_adapters(model), key]
     return _digest(json.dumps(parts).encode())
+
+
+def name_states(chain: Sequence[str], tokens: Sequence[int], reading: str) -> Name:
+    """The name of the file of states behind `tokens`, all of a text's: it follows the last whole segment before them.
+    `chain` begins with the root and goes on with the names of segments."""
+    number = (len(tokens) - 1) // SEGMENT_TOKENS
+    parent = chain[number]
+    return Name(
+        chain[0][:16], number, parent, name_segment(parent, tokens[number * SEGMENT_TOKENS :], STATES + reading)
+    )
 
 
 def name_segment(parent: str, tokens: Sequence[int], reading: str) -> str:

@@ -18,7 +18,6 @@ from ..cache import QAdACache
 from ..models import identity
 from ..models.asking import UntoldWeightsError
 from ..said_once import warn_once
-from ..state.layer import QAdALayer
 from .memory import find_host_memory
 
 logger = logging.getLogger(__name__)
@@ -68,8 +67,8 @@ class Conversation:
         held = len(self.tokens)
         beginning = min(held, len(prompt) - 1)
         shared = int((self.tokens[:beginning] == prompt[:beginning]).cumprod(0).sum())
-        croppable = all(isinstance(layer, QAdALayer) for layer in self.cache.layers)  # sliding and linear ones are not
-        return shared if shared == held or (croppable and 2 * shared >= held) else 0
+        begun = self.cache.find_last_beginning(shared)
+        return begun if shared == held or 2 * begun >= held else 0
 
 
 def _sample_weights(model: PreTrainedModel) -> Any:
@@ -124,7 +123,9 @@ class Conversations:
             self._counters.update(requests=1, continued=length > 0, prompt_tokens=len(prompt), cached_tokens=length)
             self._make_room(limits, beside=0 if taken is None else taken.bytes)
         if taken is None:
-            return Conversation(QAdACache(model, **options), terms, prompt[:0])
+            cache = QAdACache(model, **options)
+            cache.keep_snapshots()
+            return Conversation(cache, terms, prompt[:0])
         taken.continued = True
         if length < len(taken.tokens):
             taken.cache.crop(length - len(taken.tokens))

@@ -187,6 +187,7 @@ class Shared:
         self.forward_pass = ForwardPass(options.sink_tokens, options.window)
         self.placement = Placement(options.device_budget)
         self.observer: Observer | None = None
+        self.snapshots: Any = None  # `Snapshots`, if any are kept
 
     def __getstate__(self) -> dict[str, Any]:  # of which a copy is made, which nobody asked to observe
         return vars(self) | {"observer": None}

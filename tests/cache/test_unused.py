@@ -32,37 +32,86 @@ def nothing_said() -> None:
     warn_once.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("longest", "held", "chunk"),
-    [(50, 0, None), (59, 0, None), (60, 60, None), (62, 62, None), (62, 62, 7)],
-)
-def test_a_cache_that_the_model_drops(
-    longest: int, held: int, chunk: int | None, caplog: pytest.LogCaptureFixture
+SWITCH: dict[str, Any] = {  # frequencies that change behind 62 tokens
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 62,
+    "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+}  # fmt: skip
+
+
+def phi() -> PreTrainedModel:
+    """A model that drops its cache where a text passes 62 tokens."""
+    return tiny("phi3", original_max_position_embeddings=62, rope_parameters=SWITCH)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 7}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("lengths", [(60, 49), (70, 57)], ids=["across", "above"])
+def test_a_cache_is_filled_again(
+    lengths: tuple[int, ...], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Phi 3 and its kin, where a text passes its original length, or begins above it."""
-    model = tiny("phi3", original_max_position_embeddings=longest)
-    for _ in range(2):
-        cache = exact(model)
-        got = generate(model, TEXT, cache, tokens=6, prefill_chunk_size=chunk)
-        assert cache.get_seq_length() == held
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
-    assert f"{UNUSED} phi3 model does not use" in said[0]
-    assert f"stays at {held} tokens" in said[0]
-    assert f"original_max_position_embeddings ({longest})" in said[0]
-    wanted = generate(model, TEXT, None, tokens=6)
-    assert torch.equal(got.sequences, wanted.sequences)
-
-
-def test_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny("phi3", original_max_position_embeddings=50)
-    cache, wanted = exact(model), generate(model, TEXT, None, tokens=6)
-    with torch.no_grad():
-        model(TEXT[:, :-1], **pass_cache(cache))
-    got = generate(model, TEXT, cache, tokens=6)
+    """Where the model's frequencies change, and in the next turn; the cache that `generate` was given is at work."""
+    model = phi()
+    ids, mask = prompt(*lengths[: 1 if "prompt_lookup_num_tokens" in options else 2])
+    cache, theirs = exact(model), DynamicCache(config=model.config)
+    got = generate(model, ids, cache, attention_mask=mask, tokens=10, **options)
+    wanted = generate(model, ids, theirs, attention_mask=mask, tokens=10, **options)
     assert torch.equal(got.sequences, wanted.sequences)
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
-    assert cache.get_seq_length() == 65
+    assert cache.get_seq_length() == lengths[0] + 9
+    assert cache.stats().decisions > 0
+    assert not caplog.records
+
+
+def test_a_turn_across_the_change(caplog: pytest.LogCaptureFixture) -> None:
+    model = phi()
+    cache = exact(model)
+    first = generate(model, TEXT[:, :40], cache, tokens=4).sequences
+    text = torch.cat([first, TEXT[:, :30]], dim=1)
+    got = generate(model, text, cache, tokens=6)
+    assert torch.equal(got.sequences, generate(model, text, None, tokens=6).sequences)
+    assert cache.get_seq_length() == 44 + 30 + 5
+    assert not caplog.records
+
+
+def test_the_model_reads_its_last_token_alone() -> None:
+    """Phi 4's does where it drops a cache, and goes on without the text."""
+    model = phi()
+    prepare = type(model).prepare_inputs_for_generation
+
+    def drop(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        made = prepare(self, input_ids, **kwargs)
+        return made if input_ids.shape[1] <= 62 else {**made, "input_ids": input_ids[:, -1:], "position_ids": None}
+
+    cache = exact(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "prepare_inputs_for_generation", drop)
+        with pytest.raises(RuntimeError, match=r"of 62 tokens.*reads 1 of 63 tokens: cache\.reset\(\)"):
+            generate(model, TEXT, cache, tokens=6)
+    assert cache.get_seq_length() == 62
+    cache.reset()
+    text = prompt(63)[0]
+    got = generate(model, text, cache, tokens=3)
+    assert torch.equal(got.sequences, generate(model, text, None, tokens=3).sequences)
+
+
+def test_a_cache_that_the_model_drops(caplog: pytest.LogCaptureFixture) -> None:
+    """One that was built without the model, and the way out."""
+    model = phi()
+    for _ in range(2):
+        cache = QAdACache(config=model.config, threshold=1.0, moments="current")
+        got = generate(model, TEXT, cache, tokens=6)
+        assert cache.get_seq_length() == 62
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"{UNUSED} phi3 model does not use" in said
+    assert "original_max_position_embeddings (62)" in said
+    assert torch.equal(got.sequences, generate(model, TEXT, None, tokens=6).sequences)
+    caplog.clear()
+    warn_once.cache_clear()
+    cache, text = QAdACache(config=model.config, threshold=1.0, moments="current"), prompt(70)[0]
+    with torch.no_grad():
+        model(text[:, :-1], **pass_cache(cache))
+    got = generate(model, text, cache, tokens=6)
+    assert torch.equal(got.sequences, generate(model, text, None, tokens=6).sequences)
+    assert cache.get_seq_length() == 75
     assert not caplog.records
 
 
@@ -78,6 +127,16 @@ def test_a_model_that_leaves_it_out(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     generate(model, TEXT, exact(model), tokens=3)
     assert caplog.text.count(UNUSED) == len(caplog.records) == 1
     assert "original_max_position_embeddings" not in caplog.text
+
+
+def test_a_custom_function_that_leaves_it_out(caplog: pytest.LogCaptureFixture) -> None:
+    def answer(model: PreTrainedModel, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return model(input_ids).logits.argmax(dim=-1)
+
+    model = tiny()
+    for _ in range(2):
+        generate(model, TEXT, exact(model), tokens=3, custom_generate=answer)
+    assert caplog.text.count(UNUSED) == len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("how", ["given", "config"])

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from eval import families
+from qada_cache.attention import forward
 
-FOUND = {"llama": "served", "mpt": "refused", "mistral": "nothing to do", "dbrx": "not run"}
+FOUND = {"llama": "served", "phi3": "served", "mpt": "refused", "mistral": "nothing to do", "dbrx": "not run"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert {name: row["verdict"] for name, row in rows.items()} == FOUND
     assert rows["llama"]["layers"] == "6 of 6"
     assert rows["mpt"]["words"].startswith("NotImplementedError: this model computes attention without transformers")
-    assert "1 served, 1 nothing to do, 1 refused, 0 differs, 1 not run" in capfd.readouterr().out
+    assert "2 served, 1 nothing to do, 1 refused, 0 differs, 0 dropped, 1 not run" in capfd.readouterr().out
 
 
 def test_another_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +44,20 @@ def test_another_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     row = families.judge("llama")
     assert row["verdict"] == "differs"
     assert "of the largest logit" in row["words"]
+
+
+def test_a_cache_that_is_dropped_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the function that finds it again, and without the warning."""
+    monkeypatch.setattr(forward.generation, "drops_caches", lambda _: False)
+    monkeypatch.setattr(forward.generation, "warn_of_unused", lambda *_: None)
+    assert families.judge("phi3")["words"] == "without a word, by generate of 98 tokens"
+
+
+@pytest.mark.slow
+def test_no_type_drops_a_cache() -> None:
+    found = [families.judge_within(60, model_type) for model_type in sorted(families.TYPES)]
+    assert sum(row["verdict"] == "served" for row in found) > 100
+    assert [row["model_type"] for row in found if row["verdict"] in ("dropped", "differs")] == []
 
 
 @pytest.mark.parametrize(

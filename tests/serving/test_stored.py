@@ -105,12 +105,21 @@ def test_the_folder_keeps_turns_in_the_users_store(model: PreTrainedModel, reads
     assert store.stats().segments == 2
 
 
-def test_models_whose_layers_cannot_be_cropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_whose_layers_cannot_be_cropped(tmp_path: Path) -> None:
     model = tiny("gemma3")
-    ids = said(40)
-    caplog.set_level(logging.WARNING)
+    reads, first = Reads(model), ours(model, said(40), conversations_store=tmp_path)
+    forget(model)
+    reads.clear()
+    ids = said(first, 9)
     assert torch.equal(ours(model, ids, conversations_store=tmp_path), stock(model, ids, QAdACache(model, **EXACT)))
-    assert "conversations are not stored: PrefixStore keeps no prompts of gemma3_text" in caplog.text
+    assert reads.first() == 10
+
+
+def test_models_without_full_attention(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("mistral_sliding")
+    caplog.set_level(logging.WARNING)
+    assert torch.equal(ours(model, said(40), conversations_store=tmp_path), stock(model, said(40), None))
+    assert "conversations are not stored: PrefixStore keeps no prompts of mistral" in caplog.text
 
 
 def test_a_store_that_is_none(model: PreTrainedModel) -> None:

@@ -1,0 +1,45 @@
+"""A pass over a long text as several, one after the other, between which a cache takes snapshots."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..versions import CACHE_NAMES
+
+_SEQUENCES = ("input_ids", "inputs_embeds")  # `[rows, tokens, ...]`
+_RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")  # beside the last hidden state
+
+
+def count_new(kwargs: dict[str, Any]) -> int:
+    """The tokens of a decoder's pass with these keywords."""
+    return next((kwargs[name].shape[1] for name in _SEQUENCES if kwargs.get(name) is not None), 0)
+
+
+def compute_in_pieces(
+    compute: Callable[..., Any], decoder: nn.Module, kwargs: dict[str, Any], sizes: Sequence[int]
+) -> Any:
+    """What `compute(**kwargs)`, the decoder's forward, returns, by one call for each of `sizes`, in tokens; None, with
+    nothing computed, if it is given or asked for more than can be cut."""
+    tokens, known = count_new(kwargs), {*_SEQUENCES, *CACHE_NAMES, "attention_mask", "position_ids"}
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    asked = any(kwargs.get(name) or getattr(decoder.config, name, False) for name in _RETURNED)
+    others = any(isinstance(value, (Tensor, dict, list, tuple)) for name, value in kwargs.items() if name not in known)
+    fits = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= tokens)
+    if asked or others or not fits or (positions is not None and positions.shape[-1] != tokens):
+        return None
+    hidden, result, start = list[Tensor](), None, 0
+    for size in sizes:
+        part, stop = dict(kwargs), start + size
+        part.update({name: kwargs[name][:, start:stop] for name in _SEQUENCES if kwargs.get(name) is not None})
+        if mask is not None:
+            part["attention_mask"] = mask[:, : mask.shape[1] - tokens + stop]
+        if positions is not None:
+            part["position_ids"] = positions[..., start:stop]
+        result = compute(**part)
+        hidden.append(result.last_hidden_state)
+        start = stop
+    assert result is not None
+    result.last_hidden_state = torch.cat(hidden, dim=1)
+    return result

@@ -1,0 +1,122 @@
+"""Sliding and linear layers go back to a snapshot, where they cannot be cropped."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import exact, forced, generate, logits_of, prompt, tiny
+
+from qada_cache import QAdACache
+from qada_cache.attention.pieces import compute_in_pieces
+from qada_cache.state.snapshots import Snapshot, Snapshots
+from qada_cache.versions import pass_cache
+
+TEXT = prompt(400)[0]
+HYBRIDS = ("gemma3", "qwen3_next", "gpt_oss")
+
+
+def keeping(family: str, every: int = 40) -> tuple[torch.nn.Module, QAdACache]:
+    model = tiny(family)
+    cache = exact(model)
+    cache.keep_snapshots(every)
+    return model, cache
+
+
+def held(cache: QAdACache) -> list[int]:
+    return [snapshot.tokens for snapshot in cache._shared.snapshots.kept]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_text_goes_on_from_a_snapshot(family: str) -> None:
+    """As if the rest had never been seen; `generate` leaves snapshots within a long prompt and at its end."""
+    model, cache = keeping(family)
+    first = generate(model, TEXT, cache, tokens=6)
+    whole = generate(model, TEXT, exact(model), tokens=6)
+    assert torch.equal(first.sequences, whole.sequences)
+    assert (logits_of(first) - logits_of(whole)).abs().max() < 1e-3 * logits_of(whole).abs().max()
+    there = held(cache)
+    assert there[-1] == 400
+    assert there[-2] == 360
+    assert there[0] >= 40
+    for tokens in (*there[::-2], 0):
+        twin = copy.deepcopy(cache)
+        assert twin.find_last_beginning(tokens + 1) == tokens
+        if not tokens:
+            break
+        twin.crop(tokens - 405)
+        assert held(twin)[-1] == tokens
+        rest = torch.cat([TEXT[:, :tokens], prompt(30, seed=3)[0]], dim=1)
+        got, wanted = generate(model, rest, twin, tokens=6), generate(model, rest, exact(model), tokens=6)
+        assert torch.equal(got.sequences, wanted.sequences)
+        assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3 * logits_of(wanted).abs().max()
+    assert held(cache) == there  # copies share no state that is written to
+    cache.crop(-45)
+    assert torch.equal(generate(model, TEXT, cache, tokens=6).sequences, whole.sequences)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_other_lengths_are_refused_as_before(family: str) -> None:
+    model, cache = keeping(family)
+    generate(model, TEXT, cache, tokens=2)
+    with pytest.raises((RuntimeError, ValueError)):
+        cache.crop(-20)
+    assert cache.find_last_beginning(401) == 401
+
+
+def test_nothing_is_kept_where_nothing_is_to_be() -> None:
+    for family in ("llama", "mistral_sliding"):
+        model = tiny(family)
+        cache = exact(model)
+        cache.keep_snapshots()
+        generate(model, TEXT, cache, tokens=2)
+        assert cache._shared.snapshots is None
+        assert family != "llama" or cache.take_snapshots() == []
+    model, cache = keeping("gemma3")
+    generate(model, TEXT, cache, tokens=2)
+    cache.reorder_cache(torch.tensor([0]))
+    assert held(cache) == []
+    cache.reset()
+    assert cache.take_snapshots() == []
+
+
+def test_snapshots_are_few() -> None:
+    """Near the end at most `every` apart, and no more than a quarter of the way that is left to read farther away."""
+    kept = Snapshots(512)
+    ends = [0]
+    for size in kept.plan(100_000, least=113):
+        kept.begin_pass([], ends[-1] + size)
+        ends.append(ends[-1] + size)
+    there = [snapshot.tokens for snapshot in kept.kept]
+    assert there == ends[1:]
+    assert len(there) < 25
+    for before, after in zip([0, *there], there, strict=False):
+        assert after - before <= max(512, (100_000 - after) / 4 + 1) or before == 0
+    for tokens in range(100_100, 140_000, 100):
+        kept.begin_pass([], tokens)
+    there = [snapshot.tokens for snapshot in kept.kept]
+    assert len(there) < 60
+    assert max(after - before for before, after in zip(there[-4:], there[-3:], strict=False)) <= 512
+    assert kept.plan(600, least=113) == [600]
+
+
+def test_what_cannot_be_cut_is_one_pass() -> None:
+    model, cache = keeping("gemma3")
+    mask = torch.ones(1, 400, dtype=torch.bool).tril()[:, None].expand(1, 1, 400, 400).tril()
+    with torch.no_grad():
+        model(TEXT, attention_mask={"full_attention": mask, "sliding_attention": mask}, **pass_cache(cache))
+    assert held(cache) == []
+    assert (
+        compute_in_pieces(lambda **_: None, model.model, {"input_ids": TEXT, "output_hidden_states": True}, []) is None
+    )
+
+
+def test_a_state_is_a_copy() -> None:
+    model, cache = keeping("qwen3_next")
+    forced(model, TEXT, [100, 1], cache)
+    snapshot = Snapshot.take(cache.layers, 101)
+    before = snapshot.layers[0]["recurrent_states"][0].clone()
+    forced(model, TEXT[:, 101:], [100, 1], cache)
+    assert torch.equal(snapshot.layers[0]["recurrent_states"][0], before)
+    assert copy.deepcopy(snapshot) is snapshot

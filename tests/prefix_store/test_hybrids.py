@@ -1,0 +1,190 @@
+"""Prompts of models with sliding and linear layers: a later one begins at the last stored states within what it has in
+common with earlier ones."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, generate, logits_of, prompt, tiny
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from qada_cache import PrefixStore, QAdACache
+from qada_cache.versions import pass_cache
+
+EXACT: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
+HYBRIDS = ("gemma3", "qwen3_next", "gpt_oss")
+DOCUMENT = prompt(700)[0]
+
+
+@pytest.fixture
+def store(store: PrefixStore) -> PrefixStore:
+    return PrefixStore(store.folder, snapshot_tokens=64)
+
+
+def another(store: PrefixStore) -> PrefixStore:
+    """As another process has it."""
+    return PrefixStore(store.folder, snapshot_tokens=64)
+
+
+def asked(text: Tensor, tokens: int, seed: int) -> Tensor:
+    return torch.cat([text, prompt(tokens, seed=seed)[0]], dim=1)
+
+
+def answer(store: PrefixStore, model: PreTrainedModel, ids: Tensor, **options: Any) -> tuple[Tensor, int]:
+    """The whole text, as `DynamicCache` goes on with it, and how many of its tokens were not read again."""
+    cache = store.cache(model, ids, **EXACT, **options)
+    held = cache.get_seq_length()
+    got, wanted = (
+        generate(model, ids, cache, tokens=8),
+        generate(model, ids, DynamicCache(config=model.config), tokens=8),
+    )
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3 * logits_of(wanted).abs().max()
+    assert store.keep(cache, got.sequences) == ids.shape[1] + 7
+    return got.sequences, held
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_questions_turns_and_edits(store: PrefixStore, family: str) -> None:
+    model = tiny(family)
+    first, held = answer(store, model, asked(DOCUMENT, 30, seed=7))
+    assert held == 0
+    _, held = answer(another(store), model, asked(DOCUMENT, 40, seed=8))
+    assert 700 - 64 - 30 <= held <= 700  # another question
+    second, held = answer(another(store), model, asked(first, 20, seed=9))
+    assert held == first.shape[1] - 1  # the next turn
+    _, held = answer(another(store), model, asked(second, 20, seed=9))
+    assert held == second.shape[1] - 1
+    edited = second.clone()
+    edited[0, -50] += 1
+    _, held = answer(another(store), model, asked(edited, 10, seed=3))
+    assert second.shape[1] - 50 - 64 <= held <= second.shape[1] - 50
+    later = another(store)
+    assert (
+        later.count(model, asked(second, 5, seed=2)[0].tolist(), **EXACT)
+        == later.cache(model, asked(second, 5, seed=2), **EXACT).get_seq_length()
+    )
+    whole, wrong = later.verify()
+    assert whole
+    assert not wrong
+
+
+def test_caches_whose_heads_decide(store: PrefixStore) -> None:
+    """States behind decoded tokens are for caches of the same options; a fork's are not kept."""
+    model, options = tiny("qwen3_next"), {**EXACT, "threshold": 0.3}
+    cache = store.cache(model, DOCUMENT, **options)
+    text = generate(model, DOCUMENT, cache, tokens=40).sequences
+    fork = copy.deepcopy(cache).fork(threshold=0.2)
+    store.keep(cache, text)
+    assert another(store).cache(model, asked(text, 5, seed=2), **options).get_seq_length() == 739
+    assert another(store).cache(model, asked(text, 5, seed=2), **EXACT).get_seq_length() == 700
+    after = generate(model, asked(text, 9, seed=4), fork, tokens=5).sequences
+    before = store.stats().segments
+    store.keep(fork, after)
+    assert store.stats().segments == before
+    wanted = generate(model, asked(text, 9, seed=4), cache, tokens=5).sequences
+    got = another(store).cache(model, asked(text, 9, seed=4), **options)
+    assert torch.equal(generate(model, asked(text, 9, seed=4), got, tokens=5).sequences, wanted)
+
+
+def test_a_cache_of_the_user(store: PrefixStore) -> None:
+    """It left no states on its way; those behind all of its tokens are stored."""
+    model = tiny("gemma3")
+    cache = QAdACache(model, **EXACT)
+    text = generate(model, DOCUMENT, cache, tokens=4).sequences
+    store.keep(cache, text)
+    assert store.cache(model, asked(text, 5, seed=2), **EXACT).get_seq_length() == 703
+    assert store.cache(model, asked(text[:, :500], 5, seed=2), **EXACT).get_seq_length() == 0
+
+
+def test_batches_are_read_whole(store: PrefixStore) -> None:
+    model = tiny("gemma3")
+    answer(store, model, DOCUMENT)
+    ids, mask = prompt(60, 41)
+    ids[0] = DOCUMENT[0, :60]
+    cache = store.cache(model, ids, attention_mask=mask, **EXACT)
+    assert cache.get_seq_length() == 0
+    out = generate(model, ids, cache, attention_mask=mask, tokens=3)
+    with pytest.raises(NotImplementedError, match=r"keeps no batches of gemma3_text.*rows one by one"):
+        store.keep(cache, out.sequences)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_damaged_states_cost_time_only(store: PrefixStore, family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny(family)
+    answer(store, model, DOCUMENT)
+    with store._open() as folder:
+        states = [name for name in folder.list().files if folder.read_header(name).has_states]
+    (last,) = (name for name in states if 256 * name.number + len(folder._headers[name].tokens) == 700)
+    path = store.folder / str(last)
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 64
+    path.write_bytes(content)
+    _, held = answer(another(store), model, asked(DOCUMENT, 9, seed=2))
+    assert 700 - 2 * 64 <= held < 700
+    assert "a stored prompt is read again" in caplog.text
+    assert len(states) < 12
+
+
+def test_states_of_other_layers_are_not_used(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
+    """A file that says something else of the layers than they can hold."""
+    model = tiny("gemma3")
+    cache = store.cache(model, DOCUMENT, **EXACT)
+    text = generate(model, DOCUMENT, cache, tokens=2).sequences
+    cache.layers[0].sliding_window += 1  # as no file of this model has it
+    store.keep(cache, text)
+    _, held = answer(another(store), model, asked(text, 9, seed=2))
+    assert held == 0
+    assert "its states cannot be used: a DynamicSlidingWindowLayer cannot hold sliding_window of 13" in caplog.text
+
+
+def test_no_room(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Within `max_bytes`, whatever that is."""
+    model = tiny("qwen3_next")
+    for size in (0, 30_000, 120_000):
+        small = PrefixStore(store.folder, max_bytes=size, snapshot_tokens=64)
+        cache = small.cache(model, DOCUMENT, **EXACT)
+        small.keep(cache, generate(model, DOCUMENT, cache, tokens=2).sequences)
+        assert small.stats().bytes <= size
+        text = asked(DOCUMENT, 9, seed=2)
+        got = generate(model, text, small.cache(model, text, **EXACT), tokens=4).sequences
+        assert torch.equal(got, generate(model, text, None, tokens=4).sequences)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_a_hundred_faults(store: PrefixStore, family: str, tmp_path: Path) -> None:
+    """A file that is cut, or has another bit: the answer is right, and the text can be kept again."""
+    model, text, chance = tiny(family), DOCUMENT[:, :330], random.Random(7)
+    cache = store.cache(model, text, **EXACT)
+    with torch.no_grad():
+        model(text, **pass_cache(cache))
+        wanted = model(text).logits[0, -1]
+    store.keep(cache, text)
+    for fault in range(100):
+        path = tmp_path / str(fault)
+        shutil.copytree(store.folder, path)
+        file = chance.choice(sorted(path.iterdir()))
+        content = bytearray(file.read_bytes())
+        if chance.random() < 0.4:
+            del content[chance.randrange(len(content)) :]
+        else:
+            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        file.write_bytes(content)
+        damaged = PrefixStore(path, snapshot_tokens=64)
+        found = damaged.cache(model, text, **EXACT)
+        with torch.no_grad():
+            got = model(text[:, found.get_seq_length() :], **pass_cache(found)).logits[0, -1]
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+        damaged.keep(cache, text)
+        again = PrefixStore(path, snapshot_tokens=64)
+        assert again.cache(model, text, **EXACT).get_seq_length() >= 330 - 2 * 64
+        again.verify()  # removes damaged states that were farther from the end than whole ones
+        assert again.verify()[1] == []
