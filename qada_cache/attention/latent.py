@@ -222,7 +222,8 @@ class LatentAttention:
             far = partial_attention(grouped[at], part.keys, part.keys, **self.told)
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
             self.layer.counters.streamed_bytes += part.bulk_read_bytes
-        found = out[..., : self.layer.sizes.rank].view(batch, heads, queries, -1).to(by.values.dtype) @ by.values.mT
+        own_out = out[..., : self.layer.sizes.rank].view(batch, heads, queries, -1).to(by.values.dtype)
+        found = (by.values @ own_out.mT).mT  # in this order, as else torch copies weights of 16 bits first
         lse = lse.view(batch, heads, queries)
         if by.key_bias is not None:
             lse = lse + self.query.scaling * (own.float() @ by.key_bias.float().unsqueeze(-1)).squeeze(-1)
