@@ -1,8 +1,11 @@
 """Writes a model as a plain folder, for what cannot read a GGUF file: `python -m eval.convert`.
 
     python -m eval.convert --model smollm2 --out FOLDER
+    python -m eval.convert --model smollm2 --latent --out FOLDER
 
-`qada serve-folder`, for one, takes no GGUF file. The folder's weights are what transformers makes of the file's.
+`qada serve-folder`, for one, takes no GGUF file. The folder's weights are what transformers makes of the file's. With
+`--latent` they are written as a model of latent attention, whose logits are the same up to rounding
+(`eval/shared/latent_form.py`).
 """
 
 import argparse
@@ -13,6 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from eval.shared.language_model import DEFAULT, HELP, check_loading, load
+from eval.shared.latent_form import make_latent
 
 
 def make_plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -38,12 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--model", default=DEFAULT, help=HELP)
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="(default: %(default)s)")
     add("--out", type=Path, required=True, help="folder to make")
+    add("--latent", action="store_true", help="write a Llama or Qwen2 as a model of latent attention")
     options = parser.parse_args(arguments)
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         parser.error(f"--out: {options.out} exists already, and is not an empty folder")
     with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype)
-        made = make_plain(model)
+        made = make_latent(model) if options.latent else make_plain(model)
     made.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     print(f"{options.out}: {made.num_parameters() / 1e6:.0f} million weights, {made.dtype}")

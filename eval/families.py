@@ -20,13 +20,23 @@ import torch
 import transformers
 from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from eval.shared.tables import align, make_parser, new_file, write
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
 
+# Some of text alone have their place among models that read images.
+_BESIDE = {
+    name: kind
+    for name, kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+    if kind.endswith("ForCausalLM") and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+}
+TYPES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_BESIDE}
 LAYERS, HEADS, DIM = 6, 4, 16  # most kinds of layers that a model has are among its first six
 LONGEST_SHORT = 100  # tokens that a model with a second set of rotary frequencies reads by the first
 
@@ -74,6 +84,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "mistral4": {"head_dim": 2 * DIM},  # of which half the channels turn
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {
@@ -127,7 +138,8 @@ def build(model_type: str) -> tuple[PreTrainedModel, torch.Tensor]:
     """A tiny model, with weights large enough for attention to be peaked, and its logits through `DynamicCache`."""
     config: PreTrainedConfig = make_tiny_config(CONFIG_MAPPING[model_type])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    beside = getattr(transformers, _BESIDE[model_type]) if model_type in _BESIDE else None
+    model = (AutoModelForCausalLM.from_config(config) if beside is None else beside._from_config(config)).eval()
     for weight in model.parameters():
         if weight.dim() > 1 and weight.is_floating_point():
             torch.nn.init.normal_(weight, std=1.5 * weight.shape[-1] ** -0.5)

@@ -12,12 +12,13 @@ from .attention.libraries import list_libraries
 from .attention.plan import find_kernel
 from .cache import QAdACache
 from .kernels import partial_attention
-from .kernels.cpu import prompt
+from .kernels.cpu import prompt, recording
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
 from .models import find_inputs_device, read_sizes, unwrap_model
 from .names import PROMPTS
 from .sketch import MIN_TOKENS
+from .sketch.coded import RecordLayout
 from .state import Shared
 from .state.layer import QAdALayer
 from .storage import PENDING_TOKENS, ROOM_TOKENS, TokenStore
@@ -116,8 +117,12 @@ def _build_latent_kernels(device: torch.device, dtype: torch.dtype, shared: Shar
     """Likewise for layers of latents, whose prompts are expanded: attention over these, and that of two tokens."""
     config, sizes, kernels = shared.model.config, shared.model.latents, shared.options.kernels
     assert sizes is not None
-    if kernels != "torch" and device.type == "cpu" and dtype in prompt.NUMBERS:
-        prompt.build(config.qk_nope_head_dim + sizes.rope, config.v_head_dim, dtype)
+    if kernels != "torch" and device.type == "cpu":
+        of_prompt = config.qk_nope_head_dim + sizes.rope, config.v_head_dim, dtype
+        if prompt.serves_sizes(*of_prompt):
+            prompt.build(*of_prompt)
+        if (layout := RecordLayout.from_bits(sizes.dim, 0, shared.options.bulk_bits)) is not None:
+            recording.build_coder(layout)
     latents = torch.zeros(1, 1, MIN_TOKENS, sizes.dim, dtype=dtype, device=device)
     for tokens in (1, 2):
         states = latents.new_zeros(1, 1, config.num_attention_heads * tokens, sizes.dim)

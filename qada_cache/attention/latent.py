@@ -1,4 +1,4 @@
-"""Latent attention: layers that cache one latent a token (`models/latent.py`), and exact attention over these.
+"""Latent attention: layers that cache one latent a token (`models/latent.py`), and attention over all of these.
 
 The module expands what `update` returns, and only then calls attention. So `update` returns the new tokens alone, and
 the layer that they are of is found by the thread and by the rotary channels, which end the keys as they are.
@@ -28,9 +28,11 @@ from ..models.latent import (
     is_plain,
     read_projections,
 )
+from ..sketch.coded import RUNGS
 from ..state import BULK_BITS, THRESHOLD, TOKEN_THRESHOLD, Options
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
+from ..storage.coded_bulk import CodedBulk
 from ..storage.reading import stream
 
 EXPANDED = 1 << 24  # numbers of keys and values of a block, 64 MiB in float32
@@ -38,12 +40,12 @@ MIN_BLOCK = 256  # tokens
 PROBED = 4  # tokens of a module's first call, whose keys and values are made again
 QUANTISED = 0.05  # tolerance for modules that may round what they are given, by all of it
 
-# Options that say what is read, or how, and what they may be where everything is read exactly.
+# Options that say what is read, or how, and what they may be where everything is read.
 _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "threshold": (THRESHOLD, 1.0),
     "criterion": ("gaussian", "dense"),
     "token_threshold": (TOKEN_THRESHOLD, 0.0),
-    "bulk_bits": (BULK_BITS,),
+    "bulk_bits": (BULK_BITS, *RUNGS),
     "prefill_threshold": (0.0,),
     "audit_every": (0,),
     "kernels": ("auto", "torch"),
@@ -55,13 +57,13 @@ _expanding: dict[int, "weakref.ref[LatentLayer]"] = {}
 
 
 def read_everything(options: Options, model_type: str) -> Options:
-    """These options as layers of latents follow them, which read everything exactly: of the criterion "dense".
+    """These options as layers of latents follow them, which read everything: of the criterion "dense".
     NotImplementedError, if they ask for something else."""
     for name, allowed in _EVERYTHING.items():
         value = getattr(options, name)
         if not any(value is one or value == one for one in allowed):
             raise NotImplementedError(
-                f"QAdACache reads all tokens of latent attention exactly, which {model_type} has, and {name}={value!r} "
+                f"QAdACache reads all tokens of latent attention, which {model_type} has, and {name}={value!r} "
                 f"asks for something else: leave out {name}, or give {' or '.join(map(repr, allowed))}"
             )
     return replace(options, criterion="dense", current_moments=False, other_moments=None, query_energies=None)
@@ -88,7 +90,12 @@ class LatentLayer(QAdALayer):
         return 0
 
     def _keep_by_options(self, store: TokenStore) -> None:
-        pass
+        """A sketch, if tokens lie in few bits behind it. Triton has no code for tokens without values."""
+        # As every step reads all of a bulk, it may be copied for every 64th token.
+        store.bulk.growth = CodedBulk.growth
+        if store.record_layout is not None:
+            kernels = "auto" if store.near_keys.is_cpu and self.options.kernels != "torch" else "torch"
+            store.keep_sketch(self.options.sketch_bits, None, select=False, kernels=kernels)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take in new latents `[batch, 1, tokens, rank]` and rotary channels (`rope`), and return them alone, without
@@ -222,7 +229,8 @@ class LatentAttention:
             far = partial_attention(grouped[at], part.keys, part.keys, **self.told)
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
             self.layer.counters.streamed_bytes += part.bulk_read_bytes
-        found = out[..., : self.layer.sizes.rank].view(batch, heads, queries, -1).to(by.values.dtype) @ by.values.mT
+        own_out = out[..., : self.layer.sizes.rank].view(batch, heads, queries, -1).to(by.values.dtype)
+        found = (by.values @ own_out.mT).mT  # in this order, as else torch copies weights of 16 bits first
         lse = lse.view(batch, heads, queries)
         if by.key_bias is not None:
             lse = lse + self.query.scaling * (own.float() @ by.key_bias.float().unsqueeze(-1)).squeeze(-1)

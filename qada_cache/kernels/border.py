@@ -39,8 +39,10 @@ def check_tensor(
 
 
 def is_packed(tensor: Tensor, dimensions: int) -> bool:
-    """Whether the last dimensions of a tensor lie one number after the other."""
+    """Whether the last dimensions of a tensor lie one number after the other; those without numbers do."""
     numbers = 1
+    if not tensor.numel():
+        return True
     for size, stride in zip(tensor.shape[: -dimensions - 1 : -1], tensor.stride()[: -dimensions - 1 : -1], strict=True):
         if size != 1 and stride != numbers:
             return False

@@ -49,6 +49,15 @@ def find_latent_sizes(config: PreTrainedConfig) -> LatentSizes | None:
     return LatentSizes(rank, rope) if expands else None
 
 
+def check_decides(config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError for a decoder whose layers cache latents: all of these are read."""
+    if find_latent_sizes(config) is not None:
+        raise NotImplementedError(
+            f"QAdACache reads all tokens of latent attention, which {config.model_type} has: nothing is decided, so "
+            "there are no moments to collect and no thresholds to tune"
+        )
+
+
 def has_latents(module: Any) -> bool:
     """Whether an attention module, or a class of some, caches latents."""
     return hasattr(module, "expand_kv")

@@ -141,6 +141,13 @@ def _rotate_in_steps(values: Tensor, block: int) -> Tensor:
     return blocks.flatten(-steps - 1) * block**-0.5
 
 
+def find_peak(values: Tensor, axis: int) -> Tensor:
+    """The greatest size of the numbers along an axis; 0 of none, as of a latent's values, which have no channels."""
+    if not values.shape[axis]:
+        return values.sum(dim=axis)
+    return values.abs().amax(dim=axis)
+
+
 def pack(index: Tensor, layout: Layout) -> Tensor:
     """Words int32 `[..., words, tokens]` of indices of levels `[..., tokens, coded]`. A word has four bytes. Its value
     `4 p + j` lies in byte `j`, from bit `p * bits` on."""

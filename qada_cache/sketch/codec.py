@@ -11,7 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import BLOCK, SEGMENT_TOKENS, WORD_BITS, Layout, count_segments, find_segment_start, pack, rotate, unpack
+from . import (
+    BLOCK,
+    SEGMENT_TOKENS,
+    WORD_BITS,
+    Layout,
+    count_segments,
+    find_peak,
+    find_segment_start,
+    pack,
+    rotate,
+    unpack,
+)
 
 QUERY_LEVELS = 127  # a rounded query's largest value
 MIN_PEAK = 1e-30  # of a rotated query, below which it is rounded to zeros: its inverse is finite in float32
@@ -122,7 +133,7 @@ def set_floor(values: Tensor, share: float) -> Tensor:
 def round_slopes(covariance: Tensor) -> dict[str, Tensor]:
     """The `slopes` and `slope_units` of a sketch, for the covariance float32 `[..., value_dim, dim]` that they round.
     Channels of keys have a unit each: where keys vary little, queries may be large, and count as much."""
-    units = covariance.abs().amax(dim=-2) / SLOPE_LEVELS
+    units = find_peak(covariance, -2) / SLOPE_LEVELS
     slopes = torch.round(covariance / units.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-2))
     low, high = slopes.to(torch.int8).chunk(2, dim=-1)
     return {"slopes": high << 4 | low & 15, "slope_units": units}

@@ -13,7 +13,7 @@ from stand_in import accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from qada_cache import QAdACache
+from qada_cache import KeyMoments, QAdACache, profile, tuning
 from qada_cache.attention import latent
 from qada_cache.attention.latent import LatentAttention
 from qada_cache.kernels.operands import Query
@@ -100,20 +100,31 @@ def test_a_default_cache_reads_everything(how: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"threshold": 0.5}, {"criterion": "local"}, {"criterion": "oracle"}, {"token_threshold": 2.0}, {"bulk_bits": 8},
-        {"bulk_bits": 4}, {"prefill_threshold": 1.0}, {"audit_every": 5}, {"kernels": "triton"}, {"cuda_graph": True},
+        {"threshold": 0.5}, {"criterion": "local"}, {"criterion": "oracle"}, {"token_threshold": 2.0},
+        {"prefill_threshold": 1.0}, {"audit_every": 5}, {"kernels": "triton"}, {"cuda_graph": True},
     ],
     ids=str,
 )  # fmt: skip
 def test_options_that_ask_for_less_are_refused(options: dict[str, Any]) -> None:
     model = tiny("deepseek_v3")
     ((name, value),) = options.items()
-    said = f"reads all tokens of latent attention exactly, .* {name}={value!r} .* leave out {name}, or give"
+    said = f"reads all tokens of latent attention, .* {name}={value!r} .* leave out {name}, or give"
     with pytest.raises(NotImplementedError, match=said):
         QAdACache(model, **options)
-    if name not in ("bulk_bits", "prefill_threshold"):  # which no fork changes
+    if name != "prefill_threshold":  # which no fork changes
         with pytest.raises(NotImplementedError, match=said):
             exact(model).fork(**options)
+
+
+def test_nothing_is_collected_or_tuned() -> None:
+    model = tiny("deepseek_v3")
+    said = "all tokens of latent attention, which deepseek_v3 has: .* no moments to collect and no thresholds to tune"
+    with pytest.raises(NotImplementedError, match=said):
+        KeyMoments.collect(model)
+    with pytest.raises(NotImplementedError, match=said):
+        tuning.tune(model, [], [], tuning.Budget(0.01))
+    profiles = profile.profile(model, prompt(200)[0], new_tokens=2, chunk=100)
+    assert [each.read_share for each in profiles] == [1.0, 1.0]
 
 
 def test_other_tensors_than_latents_are_refused() -> None:

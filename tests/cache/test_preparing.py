@@ -206,9 +206,12 @@ def test_latents_are_attended_to_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "partial_attention", lambda *given, **_: calls.extend(t.shape for t in given))
     monkeypatch.setattr(preparing.prompt, "build", lambda *given: builds.append(given))
     prepare(tiny("deepseek_v3"))
+    assert not builds  # whose values have 8 channels, no whole vector
+    calls.clear()
+    prepare(tiny("deepseek_v3", v_head_dim=16))
     latents = [(1, 1, MIN_TOKENS, 24)] * 2  # keys, and values that are a part of them
     assert calls == [(1, 1, 4, 24), *latents, (1, 1, 8, 24), *latents]
-    assert builds == [(16, 8, torch.float32)]
+    assert builds == [(16, 16, torch.float32)]
 
 
 @pytest.mark.skipif(not choice._is_installed(), reason="needs triton")

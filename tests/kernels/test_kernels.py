@@ -53,6 +53,18 @@ def test_fused_admits_only_what_it_computes() -> None:
     assert kernels.find_operator(query, key[:, :, :0], value[:, :, :0]) is None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_queries_are_multiplied_as_matrices(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of latent attention are: 16 heads of 576 channels, and keys that are values."""
+    built: list[bool] = []
+    monkeypatch.setattr(kernels.cpu, "compiled_partial_attention", lambda *_, **__: built.append(True))
+    made = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 1, tokens, 576, generator=made).to(dtype) for tokens in (16, 1100))
+    query /= 8  # for scores as `SCALING` makes them of 16 channels
+    check(partial_attention(query, key, key, scaling=SCALING), query, key, key, torch.ones(1, 1, 16, 1100).bool())
+    assert bool(built) == (dtype not in kernels.MULTIPLIED)
+
+
 @pytest.mark.parametrize("value_dim", [16, 24])
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_queries(causal: bool, value_dim: int) -> None:

@@ -139,8 +139,10 @@ struct CodedTokens {
         const float* weights = call.record_weights.at(row, head);
         for (int d = 0; d < DIM; d++) found[d] = (found[d] - keys[d]) * weights[d];
         code<KEY_BITS, DIM>(KEYS_FROM, 0, found);
-        read<VALUE_DIM>(call.values.at(row, head), found);
-        code<VALUE_BITS, VALUE_DIM>(VALUES_FROM, 1, found);
+        if constexpr (VALUE_DIM > 0) {
+            read<VALUE_DIM>(call.values.at(row, head), found);
+            code<VALUE_BITS, VALUE_DIM>(VALUES_FROM, 1, found);
+        }
     }
 
     void decode() const {
@@ -150,8 +152,10 @@ struct CodedTokens {
         const float* weights = call.record_weights.at(row, head);
         for (int d = 0; d < DIM; d++) keys[d] += found[d] / weights[d];
         write<DIM>(keys, call.keys.at(row, head));
-        decode<VALUE_BITS, VALUE_DIM>(VALUES_FROM, 1, found);
-        write<VALUE_DIM>(found, call.values.at(row, head));
+        if constexpr (VALUE_DIM > 0) {
+            decode<VALUE_BITS, VALUE_DIM>(VALUES_FROM, 1, found);
+            write<VALUE_DIM>(found, call.values.at(row, head));
+        }
     }
 };
 
