@@ -36,8 +36,7 @@ from .sketches import digest_sketch
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 16 * 2**30
-MAX_AGE = 30 * 24 * 3600.0  # seconds
+MAX_BYTES, MAX_AGE = 16 * 2**30, 30 * 24 * 3600.0  # of files; in seconds
 
 
 class PrefixStore:
