@@ -58,7 +58,7 @@ def store_row(
             part = list(tokens[start:stop])
             name = Name(root[:16], number, parent, name_segment(parent, part, reading))
             if part and name not in listing.files:
-                made = [_copy(store, row, start, stop, number if whole else None) for store in stores]
+                made = [_copy_part(store, row, start, stop, number if whole else None) for store in stores]
                 header = Header(part, reading, 0, CODED if whole else "", about)
                 if not (
                     size := write_segment(folder, listing, name, header, made, max_bytes, chain, (start, len(tokens)))
@@ -83,7 +83,7 @@ def _count_whole(stores: Sequence[TokenStore], row: int, tokens: int) -> int:
     return max(most, 0)
 
 
-def _copy(store: TokenStore, row: int, start: int, stop: int, segment: int | None) -> dict[str, Tensor]:
+def _copy_part(store: TokenStore, row: int, start: int, stop: int, segment: int | None) -> dict[str, Tensor]:
     """A file's tensors of one layer, on the host: those of a closed segment, or of tokens as the model made them."""
     bulk, own = store.bulk, slice(row, row + 1)
     first = start if segment is None else stop - SEGMENT_TOKENS
