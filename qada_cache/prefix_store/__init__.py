@@ -26,13 +26,11 @@ from ..models.asking import UntoldWeightsError
 from ..said_once import warn_once
 from ..state.snapshots import EVERY
 from .checking import check, find_real_rows
-from .filling import copy_tokens, fill, has_shapes, keep_as_made, list_layers, restore_states
+from .filling import fill, has_shapes, keep_as_made, list_layers, restore_states, store_tokens
 from .finding import Beginning, Finder
 from .folder import Folder, Header, Listing, open_store
-from .keeping import store_row
 from .managing import StoredPrompts, StoreStats, summarise, verify
-from .naming import EXACT, Name, describe_reading, name_root
-from .sketches import digest_sketch
+from .naming import Name, name_root
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +199,7 @@ class PrefixStore:
             )
             return 0
         try:
-            root, reading = name_root(model, key), describe_reading(cache.options)
+            root = name_root(model, key)
         except UntoldWeightsError as error:
             warn_once(logger, f"prompts of this model are not kept: {error}")
             return 0
@@ -210,21 +208,9 @@ class PrefixStore:
         try:
             with self._open(make=True) as folder:
                 listing = folder.list(self.max_age)
-                snapshots = cache.take_snapshots() if store.batch == 1 else []
+                told: dict[str, Any] = {"root": root, "about": about, "max_bytes": self.max_bytes}
                 for place, row in rows.items():
-                    alike = min(store.alike[place], len(row))
-                    tokens, written = store_row(
-                        *(folder, listing),
-                        root=root,
-                        tokens=row[:alike],
-                        exact=alike if reading == EXACT else min(store.exact[place], alike),
-                        reading=reading,
-                        sketch=digest_sketch(cache.options),
-                        about=about,
-                        copy=partial(copy_tokens, cache, place),
-                        snapshots=snapshots,
-                        max_bytes=self.max_bytes,
-                    )
+                    tokens, written = store_tokens(folder, listing, cache, place, row, **told)
                     kept += tokens
                     with self._lock:
                         self._counters["written_bytes"] += written
@@ -280,7 +266,8 @@ class PrefixStore:
                     folder = stack.enter_context(self._open())
                     listing, root, count = folder.list(self.max_age), name_root(model, key), len(list_layers(cache))
                     fits, needs_states = partial(has_shapes, model, cache.options, count), count < len(cache.layers)
-                    finder = Finder(folder, listing, cache.options, root=root, fits=fits, needs_states=needs_states)
+                    own: Any = {"root": root, "needs_states": needs_states, "coded": len(rows) == 1}
+                    finder = Finder(folder, listing, cache.options, fits=fits, **own)
             except FileNotFoundError:
                 pass  # nothing was kept yet
             except UntoldWeightsError as error:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from ..sketch import Layout
 from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
 from ..state.stock import check_stock
+from ..storage.coded_bulk import CodedBulk
 from ..storage.padding import NONE, Padding
 from ..tuned_choice import LEFT_OPEN
-from . import sketches
-from .folder import Layers
+from . import coded, sketches
+from .folder import Folder, Layers, Listing
+from .keeping import store_row
+from .naming import EXACT, describe_reading
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +38,22 @@ def keep_as_made(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
-    """The layers of a cache whose tokens are stored. NotImplementedError if there are none, if the cache holds tokens
-    in few bits, or if so many rows cannot be stored together."""
-    if cache.options.codes_tokens:
-        raise NotImplementedError(
-            "PrefixStore keeps tokens as the model made them, which a bulk in few bits has no longer: build the cache "
-            "with bulk_bits=16, or save() it"
-        )
+    """The layers of a cache whose tokens are stored. NotImplementedError if there are none, or if so many rows cannot
+    be stored together."""
     if not (ours := [layer for layer in cache.layers if isinstance(layer, QAdALayer)]):
         raise NotImplementedError(
             f"PrefixStore keeps no prompts of {cache._shared.model.model_type}, which has no full-attention layers: "
             "save() and QAdACache.load keep a whole prompt"
         )
-    if rows > 1 and len(ours) < len(cache.layers):
+    name, hybrid = cache._shared.model.model_type, len(ours) < len(cache.layers)
+    if rows > 1 and hybrid:
         raise NotImplementedError(
-            f"PrefixStore keeps no batches of {cache._shared.model.model_type}, which has sliding or linear layers: "
-            "keep rows one by one"
+            f"PrefixStore keeps no batches of {name}, which has sliding or linear layers: keep rows one by one"
+        )
+    if hybrid and cache.options.codes_tokens:
+        raise NotImplementedError(
+            f"PrefixStore keeps no tokens of {name} in few bits, as it has sliding or linear layers: build the cache "
+            "with bulk_bits=16, or save() it"
         )
     return ours
 
@@ -66,11 +70,39 @@ def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
     return found
 
 
+def store_tokens(
+    folder: Folder, listing: Listing, cache: QAdACache, place: int, row: Sequence[int], **told: Any
+) -> tuple[int, int]:
+    """Store a row of a cache whose tokens are `row`, or begin with it, as `store_row` and `coded.store_row`."""
+    layers, options = list_layers(cache), cache.options
+    store = layers[0].store
+    assert store is not None
+    alike = min(store.alike[place], len(row))
+    if isinstance(store.bulk, CodedBulk):
+        told["reading"] = coded.describe_coded(options)
+        return coded.store_row(folder, listing, layers, place, tokens=row[:alike], **told)
+    reading = describe_reading(options)
+    return store_row(
+        *(folder, listing),
+        tokens=row[:alike],
+        exact=alike if reading == EXACT else min(store.exact[place], alike),
+        reading=reading,
+        sketch=sketches.digest_sketch(options),
+        copy=partial(copy_tokens, cache, place),
+        snapshots=cache.take_snapshots() if store.batch == 1 else [],
+        **told,
+    )
+
+
 @torch.no_grad()
 @torch.inference_mode(False)  # what is made here is written to later, perhaps outside inference mode
 def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: int) -> None:
     """Fill an empty cache with `seen` logical tokens a row: padding, then the row's pieces. The first `exact[r]` tokens
     of row `r` were read exactly."""
+    if any("records" in layers[0] for pieces in rows for layers, _ in pieces):
+        (pieces,) = rows
+        coded.fill(cache, list_layers(cache), pieces)
+        return
     lengths = [sum(taken for _, taken in pieces) for pieces in rows]
     known = torch.ones(len(rows), seen, dtype=torch.bool, device="cpu")
     for row, length in enumerate(lengths):
@@ -83,9 +115,13 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
         layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
         store = layer.store
         assert store is not None
-        sketch, store.bulk.sketch = store.bulk.sketch, None
-        store.absorb(keys, values, valid)
-        store.exact, store.alike, store.bulk.sketch = list(exact), list(lengths), sketch
+        if isinstance(store.bulk, CodedBulk):  # which codes tokens behind its sketch as they come
+            store.absorb(keys, values, valid)
+            store.exact, store.alike, sketch = [0] * len(rows), list(lengths), None
+        else:
+            sketch, store.bulk.sketch = store.bulk.sketch, None
+            store.absorb(keys, values, valid)
+            store.exact, store.alike, store.bulk.sketch = list(exact), list(lengths), sketch
         for row, pieces in enumerate(rows if sketch is not None else ()):
             sketches.restore(store, row, [layers for layers, _ in pieces], place)
         layer.seen, layer.padding = seen, padding
@@ -132,6 +168,9 @@ def has_shapes(model: PreTrainedModel, options: Options, count: int, layers: Lay
     config = model.config.get_text_config(decoder=True)
     kv_heads, dim, value_dim = read_token_sizes(config)
     layout = Layout.from_bits(dim, options.sketch_bits)
+    if layers and "records" in layers[0]:
+        sizes = kv_heads, dim, value_dim
+        return len(layers) == count and all(coded.has_shapes(sizes, model.dtype, options, layer) for layer in layers)
     return len(layers) == count and all(
         (layer["keys"].shape[0], layer["keys"].shape[2], layer["values"].shape[2]) == (kv_heads, dim, value_dim)
         and layer["keys"].dtype == layer["values"].dtype == model.dtype

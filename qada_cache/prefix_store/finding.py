@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..state import Options
-from .folder import Folder, Header, Layers, Listing
+from .coded import describe_coded, find_edge
+from .folder import CODED, Folder, Header, Layers, Listing
 from .naming import EXACT, SEGMENT_TOKENS, STATES, Name, describe_reading, name_segment
 from .sketches import digest_sketch
 
@@ -57,12 +58,15 @@ class Finder:
         root: str,
         fits: Callable[[Layers], bool],
         needs_states: bool,
+        coded: bool,
     ) -> None:
         """`options` are those of the cache to fill, `fits` says whether stored layers fit it, and
-        `needs_states` whether it has others, whose states have to be stored behind a beginning."""
+        `needs_states` whether it has others, whose states have to be stored behind a beginning. With
+        `coded`, files may hold few bits, if the cache does."""
         self.folder, self.listing, self.root, self._fits = folder, listing, root, fits
-        self.reading, self._sketch = describe_reading(options), digest_sketch(options)
-        self.needs_states = needs_states
+        self.reading = EXACT if options.codes_tokens else describe_reading(options)
+        self._coded = describe_coded(options) if coded and options.codes_tokens else None
+        self._sketch, self._sinks, self.needs_states = digest_sketch(options), options.sink_tokens, needs_states
         self._read: dict[Name, tuple[Header, Layers]] = {}
 
     def find(self, tokens: Sequence[int], most: int) -> Beginning:
@@ -102,6 +106,9 @@ class Finder:
     def _find(self, tokens: Sequence[int], most: int) -> tuple[list[Step], Name | None]:
         """The chain of the longest stored beginning, and the file of states behind it, if these are needed."""
         path = self._find_longest(tokens, most)
+        if self._coded is not None:
+            coded = self._find_coded(tokens[:most], self._coded)
+            path = max(path, coded, key=lambda steps: sum(taken for _, taken in steps))
         if not self.needs_states:
             return path, None
         covered, best = sum(taken for _, taken in path), 0
@@ -109,10 +116,7 @@ class Finder:
         for number, parent in enumerate([self.root, *(name.own for name, _ in path)]):
             start = number * SEGMENT_TOKENS
             for name in list(self.listing.following.get(parent, [])):
-                try:
-                    header = self.folder.read_header(name)
-                except (OSError, ValueError) as error:
-                    self._drop(name, error)
+                if (header := self._read_header(name)) is None:
                     continue
                 end = start + len(header.tokens)
                 fits = header.reading in (STATES + self.reading, STATES + EXACT) and best < end <= covered
@@ -140,7 +144,7 @@ class Finder:
             if whole:
                 tried += [(name.own, [*path, (name, SEGMENT_TOKENS)]) for name in whole]
                 continue
-            shared = {name: self._count_shared(name, rest) for name in list(following)} if rest else {}
+            shared = {name: self._count_shared(name, rest, self.reading) for name in list(following)} if rest else {}
             last = max(shared, key=lambda name: shared[name], default=None)
             if last is not None and shared[last]:
                 path, begun = [*path, (last, shared[last])], begun + shared[last]
@@ -148,14 +152,38 @@ class Finder:
                 best, length = path, begun
         return best
 
-    def _count_shared(self, name: Name, rest: Sequence[int]) -> int:
-        """How many tokens of `rest` a segment begins with that can be taken; 0 if it cannot be read."""
+    def _find_coded(self, tokens: Sequence[int], reading: str) -> list[Step]:
+        """The longest chain of at least `WORTH` tokens of segments in few bits, and what is behind them."""
+        path, parent = list[Step](), self.root
+        while True:
+            start, stop = (find_edge(self._sinks, len(path) + more) for more in (0, 1))
+            following = list(self.listing.following.get(parent, []))
+            own = name_segment(parent, tokens[start:stop], reading) if stop <= len(tokens) else ""
+            if (name := next((name for name in following if name.own == own), None)) is not None:
+                header = self._read_header(name)
+                if header is not None and header.sketch == CODED:
+                    path.append((name, stop - start))
+                    parent = name.own
+                    continue
+            rest = tokens[start:]
+            shared = {name: self._count_shared(name, rest, reading) for name in following} if rest else {}
+            last = max(shared, key=lambda name: shared[name], default=None)
+            path += [(last, shared[last])] if last is not None and shared[last] else []
+            return path if sum(taken for _, taken in path) >= WORTH else []
+
+    def _read_header(self, name: Name) -> Header | None:
+        """A file's header; None, and it is looked for no more, if it cannot be read."""
         try:
-            header = self.folder.read_header(name)
+            return self.folder.read_header(name)
         except (OSError, ValueError) as error:
             self._drop(name, error)
+            return None
+
+    def _count_shared(self, name: Name, rest: Sequence[int], reading: str) -> int:
+        """How many tokens of `rest` a segment begins with that can be taken; 0 if it cannot be read."""
+        if (header := self._read_header(name)) is None:
             return 0
-        usable = header.tokens[: header.count_usable(self.reading)]
+        usable = header.tokens[: header.count_usable(reading)]
         pairs = enumerate(zip(usable, rest, strict=False))
         return next((place for place, (one, other) in pairs if one != other), min(len(usable), len(rest)))
 
@@ -163,7 +191,7 @@ class Finder:
         """A segment, or why it cannot be read."""
         try:
             header, layers = self.folder.read(name)
-            if header.sketch != self._sketch:
+            if header.sketch not in (self._sketch, CODED):
                 layers = [{part: layer[part] for part in ("keys", "values")} for layer in layers]
             if not self._fits(layers):
                 raise ValueError(f"{name} holds keys or values of another shape or dtype than the model's")
@@ -182,10 +210,10 @@ class Finder:
     def _drop(self, name: Name, error: Exception) -> None:
         """Look for a segment no more. A damaged one is removed, so that it can be kept again."""
         if isinstance(error, ValueError):
-            logger.warning("a stored prompt is read again from token %d on: %s", name.number * SEGMENT_TOKENS, error)
+            logger.warning("a stored prompt is read again from segment %d on: %s", name.number, error)
             for each in self.listing.find_behind(name):
                 self.folder.remove(self.listing, each)
             return
         self.listing.remove(name)
         if not isinstance(error, FileNotFoundError):  # which another process removed
-            logger.warning("a stored prompt is read again from token %d on: %s", name.number * SEGMENT_TOKENS, error)
+            logger.warning("a stored prompt is read again from segment %d on: %s", name.number, error)

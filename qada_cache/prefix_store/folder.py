@@ -14,10 +14,12 @@ from torch import Tensor
 
 from .. import files
 from ..files import tensor_file
+from ..sketch import SEGMENT_TOKENS
 from ..storage.bulk_sketch import SEGMENTS, TOKENS
 from .naming import EXACT, STATES, Name, name_segment
 
 KIND = "qada-prompt"
+CODED = "coded"  # for a sketch: the file holds a segment in few bits
 FOLDER = "prompts"  # of `files.find_home()`
 # Of each layer on the host, "keys" and "values" [kv_heads, tokens, dim]; and a segment of its sketch, by `CODES`.
 Layers = list[dict[str, Tensor]]
@@ -164,7 +166,7 @@ class Folder:
         """A segment's header and layers; a ValueError as by `read_whole`."""
         header, tensors, _ = self.read_whole(name)
         path = self.path / str(name)
-        names = ["keys", "values", *(CODES if header.sketch else ())]
+        names = ["keys", "values", *(CODES if header.sketch else ()), *(["records"] if header.sketch == CODED else [])]
         try:
             places = range(len(tensors) // len(names))
             layers = [{name: tensors[f"{name} {place}"] for name in names} for place in places]
@@ -172,7 +174,8 @@ class Folder:
             raise ValueError(f"{path} lacks {error}") from error
         for keys, values in ((layer["keys"], layer["values"]) for layer in layers):
             fits = keys.dim() == values.dim() == 3 and keys.shape[:2] == values.shape[:2]
-            if not fits or keys.shape[1] != len(header.tokens) or not keys.is_floating_point():
+            made = len(header.tokens) - (SEGMENT_TOKENS if header.sketch == CODED else 0)
+            if not fits or keys.shape[1] != made or not keys.is_floating_point():
                 raise ValueError(f"{path} holds keys {list(keys.shape)} beside values {list(values.shape)}")
         return header, layers
 

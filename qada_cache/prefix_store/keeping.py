@@ -66,14 +66,8 @@ def _store_segments(
                 layers = copy(start, start + len(part))
                 if all(layer.keys() >= {*CODES} for layer in layers):
                     header = header._replace(sketch=sketch)
-                parts = {f"{part} {at}": each for at, layer in enumerate(layers) for part, each in layer.items()}
-                size = _write(folder, listing, name, header, parts, max_bytes, chain)
+                size = write_segment(folder, listing, name, header, layers, max_bytes, chain, (start, len(tokens)))
                 if not size:
-                    warn_once(
-                        logger,
-                        f"of a prompt of {len(tokens)} tokens {start} are kept, as its max_bytes ({max_bytes}) hold no "
-                        f"more: give more to the PrefixStore of {folder.path}",
-                    )
                     return start, written
                 written += size
             for each in shorter:
@@ -147,6 +141,28 @@ def _store_states(
         kept.append(name)
     folder.touch(listing, kept)
     return written
+
+
+def write_segment(
+    folder: Folder,
+    listing: Listing,
+    name: Name,
+    header: Header,
+    layers: Layers,
+    max_bytes: int,
+    chain: list[Name],
+    held: tuple[int, int],
+) -> int:
+    """Write a segment behind `chain` and make room for it; 0, with a warning, if there is none. `held`: tokens before
+    it, and of the whole text."""
+    parts = {f"{part} {at}": each for at, layer in enumerate(layers) for part, each in layer.items()}
+    if not (size := _write(folder, listing, name, header, parts, max_bytes, chain)):
+        warn_once(
+            logger,
+            f"of a prompt of {held[1]} tokens {held[0]} are kept, as its max_bytes ({max_bytes}) hold no more: give "
+            f"more to the PrefixStore of {folder.path}",
+        )
+    return size
 
 
 def _write(

@@ -28,12 +28,12 @@ class Snapshot:
     def take(layers: Sequence[Any], tokens: int) -> "Snapshot":
         """A copy of what the layers hold, which is `tokens` of a text."""
         others = {index: layer for index, layer in enumerate(layers) if not isinstance(layer, QAdALayer)}
-        return Snapshot(tokens, {index: _copy(vars(layer)) for index, layer in others.items()})
+        return Snapshot(tokens, {index: _clone(vars(layer)) for index, layer in others.items()})
 
     def restore(self, layer: Any, index: int) -> None:
         """Have the layer at `index` hold this state."""
         with torch.inference_mode(False):  # it may be written to in place later
-            vars(layer).update(_copy(self.layers[index]))
+            vars(layer).update(_clone(self.layers[index]))
 
 
 class Snapshots:
@@ -80,8 +80,8 @@ class Snapshots:
                 del self.kept[place]
 
 
-def _copy(held: Any) -> Any:
+def _clone(held: Any) -> Any:
     """Tensors as copies of their own: a layer writes to them, or holds a part of a larger one."""
     if isinstance(held, dict):
-        return {name: _copy(each) for name, each in held.items()}
+        return {name: _clone(each) for name, each in held.items()}
     return held.clone(memory_format=torch.contiguous_format) if isinstance(held, Tensor) else held

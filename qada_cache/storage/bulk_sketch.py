@@ -177,7 +177,7 @@ class BulkSketch(Versioned):
         """Take over a row's first segments, as `find_segment` gives them, while it has none; `append_from` does the
         rest."""
         tokens, own = len(segments) * SEGMENT_TOKENS, slice(row, row + 1)
-        bulk.placement.retry(partial(self._reserve, bulk.capacity), bulk.device)
+        bulk.placement.retry(partial(self._reserve, bulk.capacity + bulk.sketched_beside), bulk.device)
         kept = self.tensors.to_tensors()
         for index, segment in enumerate(segments):
             start = index * SEGMENT_TOKENS

@@ -1,0 +1,166 @@
+"""Caches in 8 and 4 bits, stored as they are held."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import generate, prompt, tiny
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qada_cache import PrefixStore, QAdACache
+from qada_cache.prefix_store.folder import CODED
+from qada_cache.storage.coded_bulk import CodedBulk
+from qada_cache.versions import pass_cache
+
+OPTIONS: dict[str, Any] = {"moments": "current", "sink_tokens": 4, "local_tokens": 20, "bulk_bits": 8}
+TEXT = prompt(2100)[0]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny(max_position_embeddings=4096)
+
+
+def another(store: PrefixStore) -> PrefixStore:
+    """As another process has it."""
+    return PrefixStore(store.folder)
+
+
+def read(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
+    with torch.no_grad():
+        return model(ids, **pass_cache(cache)).logits[0, -1]
+
+
+def bulks(cache: QAdACache) -> list[CodedBulk]:
+    return [layer.store.bulk for layer in cache.layers]
+
+
+def check_same_tokens(one: QAdACache, other: QAdACache) -> None:
+    """Bit for bit, as they are read."""
+    for mine, yours in zip(one.layers, other.layers, strict=True):
+        assert mine.store.lengths == yours.store.lengths
+        span = slice(0, 1), 0, mine.store.lengths[0]
+        pairs = zip(mine.store.copy_tokens(*span), yours.store.copy_tokens(*span), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize(("bits", "tokens"), [(8, 2100), (4, 1190), (8, 900)])
+def test_what_is_held_comes_back(store: PrefixStore, model: PreTrainedModel, bits: int, tokens: int) -> None:
+    """Bit for bit, and the next tokens are those of a cache that went on."""
+    options, text = {**OPTIONS, "bulk_bits": bits}, TEXT[:, :tokens]
+    cache = store.cache(model, text, **options)
+    read(model, text, cache)
+    assert store.keep(cache, text) == tokens
+    longer = torch.cat([text, prompt(9, seed=2)[0]], dim=1)
+    got = another(store).cache(model, longer, **options)
+    assert got.get_seq_length() == tokens
+    check_same_tokens(got, cache)
+    for mine, yours in zip(bulks(got), bulks(cache), strict=True):
+        assert mine.stored == yours.stored
+        assert mine.stored[0] == (0 if tokens < 1100 else (tokens - 24 + 384) // 512 * 512 - 512)
+        assert torch.equal(mine.tensors[0][:, :, : mine.stored[0]], yours.tensors[0][:, :, : mine.stored[0]])
+    wanted = generate(model, longer, cache, tokens=5).sequences
+    assert torch.equal(generate(model, longer, got, tokens=5).sequences, wanted)
+
+
+def test_no_token_is_coded_again(store: PrefixStore, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TEXT[:, :2100]
+    cache = store.cache(model, text, **OPTIONS)
+    read(model, text, cache)
+    store.keep(cache, text)
+    closed = [bulk.stored[0] for bulk in bulks(cache)]
+    coded, record = list[int](), CodedBulk._record
+
+    def count(self: CodedBulk, rows: slice, keys: Tensor, *rest: Any) -> Tensor:
+        coded.append(keys.shape[2])
+        return record(self, rows, keys, *rest)
+
+    monkeypatch.setattr(CodedBulk, "_record", count)
+    got = another(store).cache(model, text, **OPTIONS)
+    assert got.get_seq_length() == 2099
+    assert sum(coded) <= 3 * len(closed) * (2100 - min(closed))  # what is open is coded as it comes
+
+
+@pytest.mark.parametrize("cut", [1700, 300])
+def test_a_text_that_differs(store: PrefixStore, model: PreTrainedModel, cut: int) -> None:
+    """Within a segment in few bits, and before: as a cache that is cropped there."""
+    cache = store.cache(model, TEXT, **OPTIONS)
+    read(model, TEXT, cache)
+    store.keep(cache, TEXT)
+    other = torch.cat([TEXT[:, :cut], (TEXT[:, cut : cut + 1] + 1) % 90, prompt(30, seed=5)[0]], dim=1)
+    got = another(store).cache(model, other, **OPTIONS)
+    assert got.get_seq_length() == cut
+    cache.crop(cut - 2100)
+    check_same_tokens(got, cache)
+    assert torch.equal(
+        generate(model, other, got, tokens=5).sequences, generate(model, other, cache, tokens=5).sequences
+    )
+
+
+def test_a_text_that_grows(store: PrefixStore, model: PreTrainedModel) -> None:
+    """What was behind closed segments goes when these segments close."""
+    cache, sizes = QAdACache(model, **OPTIONS), []
+    for start, stop in ((0, 1300), (1300, 1400), (1400, 2100)):
+        read(model, TEXT[:, start:stop], cache)
+        assert store.keep(cache, TEXT[:, :stop]) == stop
+        with store._open() as folder:
+            headers = [folder.read_header(name) for name in folder.list().files]
+        assert sum(not header.sketch for header in headers) == 1
+        assert sum(len(header.tokens) for header in headers) == stop
+        assert another(store).cache(model, TEXT, **OPTIONS).get_seq_length() == min(stop, 2099)
+        sizes.append(store.stats().written_bytes)
+    store.keep(cache, TEXT)
+    assert store.stats().written_bytes == sizes[-1]
+    assert {header.sketch for header in headers} == {CODED, ""}
+    assert store.verify() == (len(headers), [])
+
+
+def test_who_finds_what(store: PrefixStore, model: PreTrainedModel) -> None:
+    """Few bits are for caches of the same bits; tokens as the model made them for all."""
+    cache = store.cache(model, TEXT, **OPTIONS)
+    read(model, TEXT, cache)
+    store.keep(cache, TEXT)
+    for other in ({"bulk_bits": 4}, {"bulk_bits": 16}, {"token_threshold": 0.5}):
+        assert another(store).cache(model, TEXT, **{**OPTIONS, **other}).get_seq_length() == 0
+    made = store.cache(model, TEXT, **{**OPTIONS, "bulk_bits": 16})
+    read(model, TEXT[:, :1500], made)
+    store.keep(made, TEXT[:, :1500])
+    got = another(store).cache(model, TEXT, **{**OPTIONS, "bulk_bits": 4})
+    assert got.get_seq_length() == 1500
+    assert all(bulk.stored[0] for bulk in bulks(got))
+    read(model, TEXT[:, 1500:], got)
+    assert store.keep(got, TEXT) == 2100
+    assert another(store).cache(model, TEXT, **{**OPTIONS, "bulk_bits": 4}).get_seq_length() == 2099
+    assert another(store).cache(model, TEXT, **OPTIONS).get_seq_length() == 2099
+    ids = torch.cat([TEXT[:, :1700], TEXT[:, :1700]])
+    assert another(store).cache(model, ids, **OPTIONS).get_seq_length() == 1500
+
+
+def test_no_room_and_faults(
+    store: PrefixStore, model: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = store.cache(model, TEXT, **OPTIONS)
+    read(model, TEXT, cache)
+    store.keep(cache, TEXT)
+    files = sorted(store.folder.iterdir())
+    for place, file in enumerate(files):
+        content = bytearray(file.read_bytes())
+        content[-77] ^= 16
+        file.write_bytes(content)
+        got = another(store).cache(model, TEXT, **OPTIONS)
+        found = got.get_seq_length()
+        assert found in (0, *range(4 + 512, 2100, 512))
+        if found:
+            cropped = copy.deepcopy(cache)
+            cropped.crop(found - len(TEXT[0]))
+            check_same_tokens(got, cropped)
+        assert store.keep(cache, TEXT) == 2100, place
+    assert "read again" in caplog.text
+    small = PrefixStore(tmp_path / "small", max_bytes=store.stats().bytes // 2)
+    assert 0 < small.keep(cache, TEXT) < 2100
+    assert small.stats().bytes <= small.max_bytes
