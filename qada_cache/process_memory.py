@@ -11,7 +11,7 @@ from typing import Any
 WORTH_TRIMMING = 32 * 2**20  # bytes
 EVERY = 0.002  # seconds
 _PAGES = Path("/proc/self/statm")
-_least = 0  # anonymous bytes, at the least since the last trim for growth
+_least: int | None = None  # anonymous bytes, at the least since the call that followed the last trim for growth
 
 
 def trim() -> None:
@@ -21,17 +21,18 @@ def trim() -> None:
 
 
 def trim_growth() -> None:
-    """`trim`, if the process has grown by `WORTH_TRIMMING` since the last time.
+    """`trim`, if the process has grown by `WORTH_TRIMMING` since the call after the last time.
 
     A prompt's temporaries of up to 32 MiB come from malloc's heap, and what a layer keeps lies between them: the heap
-    grew by 37 MiB a layer of 8,192 tokens, and stayed. What is given back has to be asked for again, which takes time.
+    grew by 37 MiB a layer of 8,192 tokens, and stayed. What is given back has to be asked for again, which takes time:
+    the next layer does, for its own temporaries, and these are no growth.
     """
     global _least
     held = _read_anonymous()
-    _least = min(_least, held)
+    _least = held if _least is None else min(_least, held)
     if held - _least > WORTH_TRIMMING:
         trim()
-        _least = _read_anonymous()
+        _least = None
 
 
 @functools.cache
