@@ -142,6 +142,18 @@ tables/benchmark-smollm2-cpu.csv:
 tables/benchmark-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).benchmark --model $(QWEN) --dtype float32 --tokens 16384 --steps 6 --rounds 2 $(OUT)
 
+# One thread each, beside other work.
+$(filter %/benchmark-deepseek-v2-lite-cpu.csv,$(TARGETS)): export OMP_NUM_THREADS = 1
+LATENT := $(EVAL).benchmark --model deepseek-v2-lite --steps 2 --rounds 1
+tables/float32/benchmark-deepseek-v2-lite-cpu.csv:
+	$(LATENT) --dtype float32 --tokens 2048 8192 $(OUT)
+
+tables/bfloat16/benchmark-deepseek-v2-lite-cpu.csv:
+	$(LATENT) --tokens 2048 8192 $(OUT)
+
+tables/long/benchmark-deepseek-v2-lite-cpu.csv:
+	$(LATENT) --tokens 32768 $(OUT)
+
 # On a GPU: `make gpu` runs its tests first.
 TIMED_ON_GPU := "DynamicCache, cuDNN attention" "DynamicCache, offloading" "StaticCache, CUDA graph" "QAdACache f=0.1" \
 	"QAdACache f=0.1, CUDA graph" "QAdACache tokens=0.05, 8 bits" "QAdACache tokens=0.05, 8 bits, CUDA graph" \
