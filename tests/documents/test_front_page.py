@@ -54,7 +54,7 @@ def test_figures_are_those_of_the_tables() -> None:
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| ([^|]+) \|$", README.split("## What to expect")[1], re.MULTILINE)
     shown = [list(cells) for cells in zip(*rows[1:6], strict=True)]
     assert shown == [column(model) for model in MODELS]
-    assert f"decodes {column(QWEN)[-1]} times as fast" in README
+    assert f"AMD EPYC, Qwen2.5-Coder-0.5B decodes {column(QWEN)[-1]} times as fast in float32" in README
 
 
 def test_times_of_prompts() -> None:
@@ -64,7 +64,7 @@ def test_times_of_prompts() -> None:
         ours, dynamic = (one(rows, method=name, tokens=tokens) for name in ("QAdACache", "DynamicCache"))
         return f"{float(ours['first_token_s']) / float(dynamic['first_token_s']):.1f}"
 
-    assert f"The prompt takes {find_share('16384')} of the time." in told
+    assert f"In bfloat16, on an EPYC with AVX512-BF16, the prompt takes {find_share('16384')} of the time." in told
     assert f"{find_share('4096')} of DynamicCache's time at 4,096 tokens, and {find_share('32768')} at 32,768" in told
 
 
