@@ -54,7 +54,7 @@ def test_figures_are_those_of_the_tables() -> None:
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| ([^|]+) \|$", README.split("## What to expect")[1], re.MULTILINE)
     shown = [list(cells) for cells in zip(*rows[1:6], strict=True)]
     assert shown == [column(model) for model in MODELS]
-    assert f"decodes {column(QWEN)[-1]} times as fast" in README
+    assert f"AMD EPYC, Qwen2.5-Coder-0.5B decodes {column(QWEN)[-1]} times as fast in float32" in README
 
 
 def test_times_of_prompts() -> None:
@@ -64,7 +64,7 @@ def test_times_of_prompts() -> None:
         ours, dynamic = (one(rows, method=name, tokens=tokens) for name in ("QAdACache", "DynamicCache"))
         return f"{float(ours['first_token_s']) / float(dynamic['first_token_s']):.1f}"
 
-    assert f"The prompt takes {find_share('16384')} of the time." in told
+    assert f"In bfloat16, on an EPYC with AVX512-BF16, the prompt takes {find_share('16384')} of the time." in told
     assert f"{find_share('4096')} of DynamicCache's time at 4,096 tokens, and {find_share('32768')} at 32,768" in told
 
 
@@ -84,5 +84,5 @@ def test_on_a_gpu() -> None:
     shown = re.findall(r"^\|[^|]+\| \**([\d.]+)\** \| ([\d.]+) \| ([\d,]+) \| ([\d,]+) \|$", section, re.MULTILINE)
     columns = "p50_ms", "mean_ms", "device_mib", "host_mib"
     rows = {tuple(f"{float(row[name]):.{0 if 'mib' in name else 1}f}" for name in columns) for row in made}
-    assert len(shown) == 10
+    assert len(shown) == 7
     assert {tuple(cell.replace(",", "") for cell in row) for row in shown} <= rows
