@@ -64,19 +64,6 @@ def test_every_tensor_that_is_made_names_its_device() -> None:
     assert found == ["files/tensor_file.py: torch.empty"]  # a default of an argument, called with a device
 
 
-def test_what_runs_on_one_transformers_calls_nothing_of_it() -> None:
-    """`make test-oldest` leaves out these folders' tests."""
-    called = set()
-    for folder in ("kernels", "sketch", "storage"):
-        for path in (HOUSE / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Import):
-                    called |= {name.name for name in node.names}
-                elif isinstance(node, ast.ImportFrom) and not node.level:
-                    called |= {f"{node.module}.{name.name}" for name in node.names}
-    assert {name for name in called if name.partition(".")[0] == "transformers"} == {"transformers.utils.logging"}
-
-
 def calls() -> Iterator[tuple[str, ast.Call]]:
     """Every call in the package, with its file."""
     for path in sorted(HOUSE.rglob("*.py")):
