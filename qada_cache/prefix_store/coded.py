@@ -159,7 +159,6 @@ def _fill(store: TokenStore, segments: Sequence[dict[str, Tensor]], behind: Sequ
     beside = max(LAST_TOKENS, MIN_TOKENS - coded)  # tokens of the bulk that keep the segments closed
     least = beside + store.window
     keys, values = (torch.nn.functional.pad(part, (0, 0, 0, max(0, least - part.shape[2]))) for part in behind)
-    store.version += 1
     store.reserve(store.window)
     for near, name, part in zip((store.near_keys, store.near_values), _PARTS, (keys, values), strict=True):
         near[0, :, : store.sinks] = segments[0][name]
