@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .stats import CacheStats
 
 __all__ = ["CacheStats", "KeyMoments", "PrefixStore", "QAdACache", "StaticHeads", "prepare", "restore_attention"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported when first asked for: torch and transformers take seconds, which `qada --help` is not to wait for.
 _PLACES = {
