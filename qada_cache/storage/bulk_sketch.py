@@ -21,6 +21,7 @@ from ..sketch.codec import (
     quantize_segments,
     round_slopes,
 )
+from ..sketch.coded import find_query_weights
 from . import transfers
 from .versioned import Buffer, Versioned
 
@@ -62,6 +63,7 @@ class BulkSketch(Versioned):
         self.layout, self.kernels = layout, kernels
         self.lengths = [0] * batch  # tokens of each row that are in it: all of the bulk's, or none
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
+        self._query_weights: Tensor | None = None
         # Its own: those given are part of a tensor of all layers, which every copy would copy.
         self.energies = None if energies is None else energies.to(device, non_blocking=keys.is_cuda, copy=True)
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
@@ -84,6 +86,15 @@ class BulkSketch(Versioned):
     def in_use(self) -> bool:
         """Whether tokens of any row are in it."""
         return any(self.lengths)
+
+    @property
+    def query_weights(self) -> Tensor:
+        """`m` of records, float32 `[kv_heads, dim]`, contiguous: made of the energies when a bulk first needs them."""
+        if self._query_weights is None:
+            kv_heads, dim = self.mean_key.shape[1:]
+            weights = find_query_weights(self.energies, dim, self.mean_key.device)
+            self._query_weights = weights.expand(kv_heads, -1).contiguous()
+        return self._query_weights
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +207,7 @@ class BulkSketch(Versioned):
     def move(self, device: torch.device) -> None:
         """Serve another device."""
         self.energies = None if self.energies is None else self.energies.to(device)
+        self._query_weights = None
         self._change(lambda tensor: tensor.to(device))
 
     @property
@@ -221,6 +233,7 @@ class BulkSketch(Versioned):
             raise ValueError("it lacks the query energies that its records lie behind")
         # The file's energies: others may be known now.
         self.energies = None if record["query_energies"] is None else torch.empty_like(self.mean_key[0])
+        self._query_weights = None
         for name, part in self.record.items():
             if not isinstance(part, Tensor):
                 continue

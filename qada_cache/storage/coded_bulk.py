@@ -17,7 +17,6 @@ from ..sketch.coded import (
     decode_keys,
     decode_values,
     estimate_keys,
-    find_query_weights,
 )
 from .bulk import Bulk, Tokens
 from .bulk_sketch import SEGMENTS, TOKENS
@@ -84,12 +83,7 @@ class CodedBulk(Bulk):
         """As `Bulk`."""
         if self.sketch is None or not self.sketch.in_use:
             return None
-        return Records(self.tensors[0], self.beside[2], self._weights, self.layout)
-
-    @property
-    def _weights(self) -> Tensor:
-        """`m` `[kv_heads, dim]`, contiguous."""
-        return self._find_weights(slice(None)).expand(self.keys.shape[1], -1).contiguous()
+        return Records(self.tensors[0], self.beside[2], self.sketch.query_weights, self.layout)
 
     def put_beside(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
         """Hold the tokens that follow the records; row `r` then has `lengths[r]` in all. Their own are to follow."""
@@ -156,8 +150,8 @@ class CodedBulk(Bulk):
         assert self.sketch is not None
         if (coder := self.sketch.find_coder()) is not None:
             places = self.sketch.tensors, rows, self.stored[rows.start] // SEGMENT_TOKENS
-            return coder.record(*places, keys, values, self._weights, self.layout)
-        weights, sketch = self._find_weights(slice(None)), self.sketch.tensors.map(lambda held: held[rows])
+            return coder.record(*places, keys, values, self.sketch.query_weights, self.layout)
+        weights, sketch = self.sketch.query_weights, self.sketch.tensors.map(lambda held: held[rows])
         told = {"first": self.stored[rows.start], "segments": count_segments(self.lengths[rows.start])}
         compiles = self.sketch.kernels != "torch"
         if compiles and (found := code_records(keys, values, sketch, weights, self.layout, **told)) is not None:
@@ -188,7 +182,7 @@ class CodedBulk(Bulk):
             count, beside = records.shape[2], [held[:, :, :0] for held in beside]
         if count:
             assert self.sketch is not None
-            weights, found = self._find_weights(heads), None
+            weights, found = self.sketch.query_weights[heads], None
             if not isinstance(tokens, Tensor) and self.sketch.kernels != "torch":
                 sketch = self.sketch.tensors.map(lambda held: held[rows, heads])
                 told = {"first": tokens[0], "segments": count_segments(self.lengths[row])}
@@ -261,12 +255,6 @@ class CodedBulk(Bulk):
         ours = self.lengths
         super()._set_lengths(lengths)
         self.lengths = ours
-
-    def _find_weights(self, heads: slice) -> Tensor:
-        """`m` `[heads, dim]` of `find_query_weights`, or `[dim]`."""
-        assert self.sketch is not None
-        energies = self.sketch.energies
-        return find_query_weights(None if energies is None else energies[heads], self.layout.dim, self.device)
 
     def _predict(self, rows: slice, heads: slice, index: Tensor) -> Tensor:
         """What the sketch says of keys: float32 `[rows, heads, tokens, dim]`."""

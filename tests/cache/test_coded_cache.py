@@ -16,7 +16,7 @@ from stand_in import accelerator
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qada_cache import PrefixStore, QAdACache
+from qada_cache import QAdACache
 from qada_cache.attention import support
 from qada_cache.cache_file import KIND
 from qada_cache.files import private_map, tensor_file
@@ -409,14 +409,6 @@ def test_without_a_compiler_none_is_16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 2, 8))
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
     assert QAdACache(tiny(), moments="current").options.bulk_bits == 16
-
-
-def test_stored_prompts_are_tokens_as_the_model_made_them(tmp_path: Path) -> None:
-    model, ids = tiny(), prompt(60)[0]
-    store, cache = PrefixStore(tmp_path), filled(model, ids, bulk_bits=4, moments="current")
-    for refused in (lambda: store.keep(cache, ids), lambda: store.cache(model, ids, bulk_bits=4, moments="current")):
-        with pytest.raises(NotImplementedError, match="PrefixStore keeps tokens as the model made them"):
-            refused()
 
 
 def test_memory_that_a_call_is_expected_to_take() -> None:

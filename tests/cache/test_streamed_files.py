@@ -94,7 +94,7 @@ def test_the_bulk_is_not_sent_to_the_device_and_back(tmp_path: Path) -> None:
     generate(model, prompt(150)[0], cache)
     cache.save(tmp_path / "file")
     tensors, state = tensor_file.read(tmp_path / "file", cache_file.KIND)
-    decoded = cache_file._decode(state["layers"][1], tensors, torch.device("meta"))
+    decoded = cache_file.decode_record(state["layers"][1], tensors, torch.device("meta"))
     there = {name: value.device.type for name, value in decoded.items() if isinstance(value, torch.Tensor)}
     assert {name for name, place in there.items() if place == "cpu"} == {"bulk_keys", "bulk_values"}
     assert there["near_keys"] == "meta"

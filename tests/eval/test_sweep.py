@@ -134,13 +134,13 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
     calls: list[tuple[Any, ...]] = []
     original = decode.estimate_log_bulk
 
-    def spy(layer: Any, store: Any, query: Any, rows: Any) -> Any:
+    def spy(layer: Any, store: Any, query: Any, rows: Any, plan: Any) -> Any:
         bulk = [store.bulk.keys[0, :, : store.bulk.lengths[0]]]
         recent = store.near_keys[0, :, store.sinks + store.end - (store.lengths[0] - store.flushed[0]) :]
         grouped_queries = query.states[0, :, 0].unflatten(0, (len(recent), -1))
         calls.append((layer.index, grouped_queries, bulk[0], recent[:, : store.lengths[0] - store.flushed[0]],
                       store.near_keys[0, :, : store.sinks], query.scaling))  # fmt: skip
-        return original(layer, store, query, rows)
+        return original(layer, store, query, rows, plan)
 
     out = tmp_path / "heads.csv"
     with pytest.MonkeyPatch.context() as patch:

@@ -223,8 +223,8 @@ def test_an_interrupted_run_keeps_nothing(
     [
         (["/nowhere/model"], "nowhere"),
         (["/nowhere/model.gguf"], "nowhere"),
-        (["{}", "--text", "/nowhere/text"], "No such file .*nowhere/text"),
-        (["{}", "--confirm-text", "/nowhere/text"], "No such file .*nowhere/text"),
+        (["{}", "--text", "/nowhere/text"], "--text: there is no file /nowhere/text"),
+        (["{}", "--confirm-text", "/nowhere/text"], "--confirm-text: there is no file /nowhere/text"),
         (["{}"], "does not know the words of the text"),
         (["{}", "--text", "{}/config.json"], "the text has .* tokens, and 6 pieces of 1400"),
         (["{}", "--tokens", "1000"], "--tokens must be at least 1280, got 1000"),
