@@ -193,7 +193,8 @@ def test_settings_of_the_process(setting: str) -> None:
         found = read()
     finally:
         change(back)
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+    # More threads of torch add in another order, so that a key's code may be the one beside it.
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-4 if setting == "threads" else 1e-5)
 
 
 def test_a_checked_tensor() -> None:
@@ -246,6 +247,6 @@ def test_instructions_that_are_known_are_all_that_a_source_asks_for(
 
 def test_constants_of_selected_prompts_have_one_definition() -> None:
     source, macros = selected_prompt.SOURCE.read_text(), selected_prompt.define_selecting(80, 48, torch.float32)
-    given = dict(macro.removeprefix("-D").split("=") for macro in macros)
+    given = dict(macro.removeprefix("-D").split("=") for macro in macros if "=" in macro)
     assert given | {"SEGMENT": "64", "BLOCK": "66", "LEVELS": "127", "ROTATED": "16"} == given
     assert not re.search(r"constexpr \w+ (SEGMENT|BLOCK|LEVELS|ROTATED)\b", source)
