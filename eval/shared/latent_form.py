@@ -87,7 +87,7 @@ def _rewrite(old: nn.Module, new: nn.Module, heads: int, kv_heads: int, dim: int
     queries = nn.functional.pad(queries, (0, 0, NOPE, 0))
     queries = torch.block_diag(*queries).view(heads * width, heads * dim)
     values = nn.functional.one_hot(own, kv_heads * dim).float()  # [heads, dim, values]
-    keys_bias, values_bias = (None if part.bias is None else part.bias for part in (old.k_proj, old.v_proj))
+    keys_bias, values_bias = old.k_proj.bias, old.v_proj.bias
     channels = kv_heads * dim
     _fill_with_constant(new.kv_a_proj_with_mqa, new.kv_a_layernorm, old.v_proj.weight, values_bias)
     new.kv_a_proj_with_mqa.weight[channels + PADDING :] = old.k_proj.weight[turned]

@@ -23,7 +23,8 @@ class Plan:
     """Of calls with queries of one shape. It keeps the tensors that it is of, so a layer has none while they are
     replaced; a copy of a layer begins without."""
 
-    version: tuple[Any, ...]  # of the storage, and what else it is for
+    kind: tuple[Any, ...]  # of its calls
+    version: tuple[int, ...]  # of the storage
     kernel: Callable | None  # None: torch computes them
     operands: Operands
     queries: torch.Size  # `[batch, heads, queries, dim]`
@@ -50,19 +51,18 @@ class Plan:
 
 def find_plan(layer: QAdALayer, store: TokenStore, states: Tensor, *, by_kernel: bool) -> Plan:
     """The layer's, for queries `[batch, heads, queries, dim]`; torch computes them unless `by_kernel` is allowed."""
-    version = by_kernel, states.shape, states.dtype, states.device, store.version
+    kind, version = (by_kernel, states.shape, states.dtype, states.device), store.version
+
+    def make() -> Plan:
+        kernel = find_kernel(layer, store, states) if by_kernel else None
+        return Plan(kind, version, kernel, find_operands(layer, store, by_kernel=kernel is not None), states.shape)
+
     plan: Plan | None = layer.plan
-    if plan is None or plan.version != version:
-        plan = layer.plan = _make_plan(layer, store, states, version)
+    if plan is None or plan.kind != kind or plan.version != version:
+        plan = layer.plan = make()
     elif CHECKS:
-        _refuse_old(plan, _make_plan(layer, store, states, version))
+        _refuse_old(plan, make())
     return plan
-
-
-def _make_plan(layer: QAdALayer, store: TokenStore, states: Tensor, version: tuple[Any, ...]) -> Plan:
-    kernel = find_kernel(layer, store, states) if version[0] else None
-    operands = find_operands(layer, store, by_kernel=kernel is not None)
-    return Plan(version, kernel, operands, states.shape)
 
 
 def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Operands:
@@ -108,8 +108,8 @@ def _refuse_old(plan: Plan, fresh: Plan) -> None:
 
 def _describe(part: Any) -> Any:
     """What a kernel goes by: where tensors lie, and how."""
-    if isinstance(part, Records):  # whose weights follow from the sketch's energies, and are made for each plan
-        return part.layout, _describe(part.tensor), _describe(part.open)
+    if isinstance(part, Records):
+        return part.layout, *map(_describe, (part.tensor, part.open, part.weights))
     if isinstance(part, Tensor):
         return part.data_ptr(), part.shape, part.stride(), part.dtype, part.device
     return [*map(_describe, part.to_tensors().values())] if isinstance(part, Sketch) else part

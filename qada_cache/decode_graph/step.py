@@ -53,9 +53,7 @@ class Step:
         """Those of all layers' kernels, weakly; empty, if torch computes one, or if it was a turn."""
         known = [layer.plan for layer in self.layers]
         served = all(each is not None and each.kernel is not None and each.queries[2] == 1 for each in known)
-        current = served and all(
-            each.version[-1] == store.version for each, store in zip(known, self.stores, strict=True)
-        )
+        current = served and all(each.version == store.version for each, store in zip(known, self.stores, strict=True))
         return [weakref.ref(each) for each in known] if current else []
 
     def is_followed_by(self, layers: list[QAdALayer]) -> bool:

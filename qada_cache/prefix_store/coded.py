@@ -23,6 +23,12 @@ from .naming import Name, describe_reading, make_digest, name_segment
 _PARTS = ("keys", "values")
 
 
+def find_device(cache: QAdACache) -> torch.device:
+    """Where the cache's model takes its inputs."""
+    model = cache._shared.model.get()
+    return torch.device("cpu") if model is None else find_inputs_device(model)
+
+
 def find_edge(sinks: int, number: int) -> int:
     """The first token of file `number` of a text."""
     return sinks + number * SEGMENT_TOKENS if number else 0
@@ -50,10 +56,10 @@ def store_row(
     What is behind closed segments replaces what was before. An OSError if a file cannot be written."""
     stores = [layer.store for layer in layers if layer.store is not None]
     sinks, chain, written = stores[0].sinks, list[Name](), 0
+    closed = _count_whole(stores, row, len(tokens))
     try:
-        for number in range(_count_whole(stores, row, len(tokens)) + 1):
-            parent = chain[-1].own if chain else root
-            whole = number < _count_whole(stores, row, len(tokens))
+        for number in range(closed + 1):
+            parent, whole = chain[-1].own if chain else root, number < closed
             start, stop = find_edge(sinks, number), find_edge(sinks, number + 1) if whole else len(tokens)
             part = list(tokens[start:stop])
             name = Name(root[:16], number, parent, name_segment(parent, part, reading))
@@ -102,11 +108,7 @@ def _copy_part(store: TokenStore, row: int, start: int, stop: int, segment: int 
 
 def _remove_outlived(folder: Folder, listing: Listing, parent: str, new: Name, tokens: list[int], reading: str) -> None:
     """Remove files of tokens as the model made them, if `new` or what follows it has these."""
-    for name in list(listing.following.get(parent, [])):
-        try:
-            old = folder.read_header(name)
-        except (OSError, ValueError):  # it goes when it is looked for
-            continue
+    for name, old in folder.list_following(listing, parent):
         if name != new and not old.sketch and old.reading == reading and old.tokens == tokens[: len(old.tokens)]:
             folder.remove(listing, name)
 
@@ -129,8 +131,7 @@ def has_shapes(sizes: tuple[int, int, int], dtype: torch.dtype, options: Options
 @torch.inference_mode(False)  # what is made here is written to later, perhaps outside inference mode
 def fill(cache: QAdACache, layers: Sequence[QAdALayer], pieces: Sequence[tuple[Layers, int]]) -> None:
     """Fill an empty cache with one row's pieces: segments, then perhaps tokens as the model made them."""
-    model = cache._shared.model.get()
-    device = torch.device("cpu") if model is None else find_inputs_device(model)
+    device = find_device(cache)
     total = sum(taken for _, taken in pieces)
     for place, layer in enumerate(layers):
         held = [{name: part.to(device) for name, part in found[place].items()} for found, _ in pieces]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..cache import QAdACache
 from ..cache_file import decode_record
-from ..models import find_inputs_device, read_token_sizes
+from ..models import read_token_sizes
 from ..sketch import Layout
 from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
@@ -108,8 +108,7 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
     for row, length in enumerate(lengths):
         known[row, : seen - length] = False
     padding, valid = (NONE, None) if known.all() else (Padding(known), known)
-    model = cache._shared.model.get()
-    device = torch.device("cpu") if model is None else find_inputs_device(model)
+    device = coded.find_device(cache)
     for place, layer in enumerate(list_layers(cache)):
         keys, values = (_join(rows, lengths, place, part, seen).to(device) for part in _PARTS)
         layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
@@ -132,8 +131,7 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
 def restore_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) -> bool:
     """Have layers that are not ours hold what a file of states says. False, with a warning, and nothing is changed, if
     it is of other layers."""
-    model = cache._shared.model.get()
-    device = torch.device("cpu") if model is None else find_inputs_device(model)
+    device = coded.find_device(cache)
     try:
         others = {str(index): layer for index, layer in enumerate(cache.layers) if not isinstance(layer, QAdALayer)}
         records = decode_record(states, tensors, device)

@@ -151,6 +151,15 @@ class Folder:
                 self._headers[name] = _read_header(name, tensor_file.read_state(file, KIND, self.path / str(name)))
         return self._headers[name]
 
+    def list_following(self, listing: Listing, parent: str) -> Iterator[tuple[Name, Header]]:
+        """The files behind `parent` with their headers, but for damaged ones, which go when they are looked for."""
+        for name in list(listing.following.get(parent, [])):
+            try:
+                header = self.read_header(name)
+            except (OSError, ValueError):
+                continue
+            yield name, header
+
     def read_whole(self, name: Name) -> tuple[Header, dict[str, Tensor], dict[str, Any]]:
         """A file's header, its tensors and all that its own header says; a ValueError if it is truncated, altered or of
         another name."""

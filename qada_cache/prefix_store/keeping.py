@@ -83,11 +83,7 @@ def _compare(folder: Folder, listing: Listing, new: Header, parent: str) -> tupl
     """A segment behind `parent` that holds the tokens of `new`, which is shorter than a whole one, if there is one; and
     those that hold less."""
     shorter: list[Name] = []
-    for name in list(listing.following.get(parent, [])):
-        try:
-            old = folder.read_header(name)
-        except (OSError, ValueError):  # it goes when it is looked for
-            continue
+    for name, old in folder.list_following(listing, parent):
         fewer = min(len(old.tokens), len(new.tokens))
         if old.has_states or old.tokens[:fewer] != new.tokens[:fewer]:
             continue
