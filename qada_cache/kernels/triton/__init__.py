@@ -16,7 +16,7 @@ all of them, and are read when a layer's storage is new to it: who tries others 
 
 import math
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +27,7 @@ from ...sketch.coded import Records, find_block
 from ..operands import Operands, Query, Rows, check
 from .estimate_kernels import count_rows, estimate_kernel
 from .kernels import bulk_kernel, local_kernel
-from .launching import Launches
+from .launching import Launches, RowStrides, find_stride
 from .scratch import Scratch
 from .sketch_kernels import selected_kernel
 
@@ -51,6 +51,7 @@ TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the 
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 NEAR_BYTES = 32768  # likewise, of the near buffer, where programs are few
 NEAR_TOKENS = 32  # of it at most, where a sketch makes them many
+NEAR_COLUMNS = 512  # that a buffer has at most by default: of any number of them kernels are the same
 # Terms of 8 bits each that attention's weights are rounded to where records hold the values, by the dtype of outputs.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Registers of a thread. Told how many it may take, the assembler spills none for the sake of more programs at once.
@@ -62,8 +63,14 @@ MOST_REGISTERS = 255  # where fewer would spill, or programs are few
 # Of a sketch, what queries are prepared by.
 CODING = "noise", "variances", "centres", "order", "weights", "slopes", "slope_units"
 find_coding, NO_CODING = attrgetter(*CODING), (None,) * len(CODING)
+OVERLAPS = True  # where the device can
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether kernels of a device begin while the one before ends (programmatic dependent launches)."""
+    return OVERLAPS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _pad(size: int) -> int:
@@ -164,12 +171,20 @@ class BoundLaunches:
         at_least, at_most = (SELECTED_TOKENS, SELECTED_SPLITS) if chooses else (SPLIT_TOKENS, MAX_SPLITS)
         self._splits = splits = min(triton.cdiv(capacity, at_least), at_most)
         self._sums = sums = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
-        self._grid, self._near_programs = (kv_heads, batch), 1
+        near = _find_near_sizes(sketch is not None, states.dtype, sizes)
+        columns = layer.near_keys.shape[2]
+        self._blocks = self._near_programs = triton.cdiv(columns, near["BLOCK_N"])
+        near["BLOCK_C"] = max(NEAR_COLUMNS, triton.next_power_of_2(columns))
+        self._grid = kv_heads, batch
+        # Of each group, how many blocks are done: 0 between steps, which scratch that others use could not say.
+        self._arrived = torch.zeros(batch * kv_heads, dtype=torch.int32, device=states.device)
         self._out, self._flags = (batch, heads, 1, value_dim), (batch, kv_heads, group, 1)
         parts = {"parts": (torch.float32, batch * heads * (1 + splits) * value_dim)}
         parts |= {"lse": (torch.float32, batch * heads * (1 + splits)), "done": (torch.int32, batch * kv_heads)}
         segments, words, sketch_bytes = 0, {"FOURS": 0, "TWOS": 0, "ONES": 0, "ROWS": 0}, (0, 0, 0)
         self._room, self._sketch_strides, self._record_rooms, self._errors = 0, (0, 0, 0), (0, 0), None
+        near_parts = batch * heads * 2 * self._blocks
+        parts |= {"near": (torch.float32, near_parts * value_dim), "near_lse": (torch.float32, near_parts)}
         if sketch is not None:
             layout, segments, sketch_bytes = sketch.layout, sketch.units.shape[2], sketch.byte_counts
             count = count_rows(layout.coded, 1 if records is None else 2)
@@ -202,20 +217,21 @@ class BoundLaunches:
         token_bytes = dim * layer.bulk_keys.element_size() + value_dim * layer.bulk_values.element_size()
         segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "BLOCK_Q": queries} | words
         at_once = {"BLOCK_H": min(queries, ESTIMATE_HEADS)}
+        overlapping = {"OVERLAPS": True, "launch_pdl": True} if _overlaps(states.device) else {"OVERLAPS": False}
+        merging = {"PARTS": PART_BYTES // torch.float32.itemsize, "MERGE_STAGES": MERGE_STAGES}
+        splitting = {"BLOCK_P": triton.next_power_of_2(at_most)} | merging | overlapping
         self._local = Launches(**{
             "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
             "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes),
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
-            **segment_sizes, **at_once, **sizes, **_find_near_sizes(sketch is not None, states.dtype, sizes),
+            **segment_sizes, **at_once, **sizes, **merging, **near, **overlapping,
         })  # fmt: skip
-        self._estimate = Launches(G=group, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
-        merging = {"BLOCK_P": triton.next_power_of_2(at_most), "MERGE_STAGES": MERGE_STAGES}
-        merging["PARTS"] = PART_BYTES // torch.float32.itemsize
+        self._estimate = Launches(G=group, **overlapping, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
         most = MOST_REGISTERS if _count_warps(sizes) > 4 else None
-        self._bulk = Launches(BLOCK_Q=queries, maxnreg=most, **merging, **sizes)
+        self._bulk = Launches(BLOCK_Q=queries, maxnreg=most, **splitting, **sizes)
         self._selected = Launches(**{
             "BLOCK_S": scan, "RUN": min(SCAN_RUN, scan), "SCAN_STAGES": SCAN_STAGES if queries <= 16 else 1,
-            "BLOCK_E": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes, **merging,
+            "BLOCK_E": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes, **splitting,
             "MIN_TOKENS": MIN_TOKENS, "TURNED": 0 if records is None else find_block(value_dim),  # turned together
             "num_stages": SELECTED_STAGES,
             **_find_record_sizes(records, states.dtype, sizes), **segment_sizes, **sizes,
@@ -232,7 +248,7 @@ class BoundLaunches:
         if rows.derived is None:
             rows.derived = RowStrides.find(rows, states.shape[0])
         of_rows: RowStrides = rows.derived
-        lengths, s_length, s_mass = rows.bulk_lengths, of_rows.strides[2], _find_stride(log_bulk, states.shape[0])
+        lengths, s_length, s_mass = rows.bulk_lengths, of_rows.strides[2], find_stride(log_bulk, states.shape[0])
         sketch, records = layer.sketch if self._sketched else None, layer.records
         coding = NO_CODING if sketch is None else find_coding(sketch)
         marks, s_marks = layer.marks, None if layer.marks is None else layer.marks.stride(1)
@@ -242,11 +258,13 @@ class BoundLaunches:
         with torch.cuda.device_of(states):  # Triton launches on the current device
             self._local.launch(
                 local_kernel, (*self._grid, self._near_programs), variant,
-                states, layer.near_keys, layer.near_values, *of_rows.tensors, log_bulk, parts, lse, flags, out, done,
+                states, layer.near_keys, layer.near_values, *of_rows.tensors, log_bulk, shared("near"),
+                shared("near_lse"), self._arrived, parts, lse, flags, out, done,
                 None if sketch is not None else layer.bulk_read_bytes,
                 None if sketch is None else layer.sketch_read_bytes, tokens, prepared, along, turned, self._errors,
                 *coding, None if records is None else records.weights, marks,
-                *self._near_strides, *of_rows.strides, s_mass, s_marks, rows.columns, self._turn, *self._numbers,
+                *self._near_strides, *of_rows.strides, s_mass, s_marks, rows.columns, self._blocks, self._turn,
+                *self._numbers,
             )  # fmt: skip
             if sketch is not None:
                 of_codes = prepared, sketch.codes, sketch.scales, sketch.units
@@ -272,23 +290,3 @@ class BoundLaunches:
                     *self._bulk_strides, s_length, self._turn, self._scaling,
                 )  # fmt: skip
         return out, flags
-
-
-class RowStrides(NamedTuple):
-    """What the layers of a pass launch alike."""
-
-    tensors: tuple[Tensor, ...]
-    strides: tuple[int, ...]  # from row to row
-    variant: tuple[Any, ...]  # what Triton compiles for
-
-    @classmethod
-    def find(cls, rows: Rows, batch: int) -> "RowStrides":
-        """Those of `batch` rows, which may share one."""
-        tensors = rows.local, rows.pending, rows.bulk_lengths, rows.decided
-        strides = tuple(_find_stride(each, batch) for each in tensors)
-        return cls(tensors, strides, (*strides[2:], *(each.data_ptr() % 16 == 0 for each in tensors)))
-
-
-def _find_stride(tensor: Tensor, batch: int) -> int:
-    """From row to row: 0, if all rows share one."""
-    return 0 if tensor.shape[0] < batch else tensor.stride(0)

@@ -5,6 +5,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from ... import sketch as _sketch
 from ...sketch import codec, selection
@@ -55,13 +56,21 @@ def attend(b_scores, m_scores, b_values, b_max, b_sum, b_out):
 
 
 @triton.jit
-def unite(b_max, b_sum, b_out, b_other_max, b_other_sum, b_other_out):
-    """Of two running softmaxes one, as `attend` has them."""
-    b_new = tl.maximum(b_max, b_other_max)
-    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_decay, b_other_decay = tl.exp(b_max - b_shift), tl.exp(b_other_max - b_shift)
-    b_out = b_out * b_decay[:, None] + b_other_out * b_other_decay[:, None]
-    return b_new, b_sum * b_decay + b_other_sum * b_other_decay, b_out
+def log_sum(b_lse):
+    """The log of the sum of exponentials of parts [heads, parts], -inf of none [heads]."""
+    b_highest = tl.max(b_lse, axis=1)
+    b_shift = tl.where(b_highest == float("-inf"), 0.0, b_highest)
+    b_sum = tl.sum(tl.exp(b_lse - b_shift[:, None]), axis=1)
+    return b_highest + tl.log(tl.where(b_sum == 0.0, 1.0, b_sum))
+
+
+@triton.jit
+def follow(OVERLAPS: tl.constexpr):
+    """Where the kernel before may still run: let the next one begin to be launched, and wait until this memory is what
+    that one has left. Every program of every kernel comes here first, so what came before it has ended, too."""
+    if OVERLAPS:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
 
 
 @triton.jit

@@ -9,7 +9,7 @@ tokens alone whose records are read.
 import triton
 import triton.language as tl
 
-from .blocks import BLOCK, FINER, WORD_BITS, dot_bytes, rotate, round_queries
+from .blocks import BLOCK, FINER, WORD_BITS, dot_bytes, follow, rotate, round_queries
 from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
@@ -156,7 +156,7 @@ def estimate_kernel(
     s_length, s_codes, s_head, s_segment, room, turn,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, TURN: tl.constexpr,
-    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`codec.estimate_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
 
@@ -169,12 +169,13 @@ def estimate_kernel(
     """
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
     ACROSS: tl.constexpr = min(TURN, LANES)  # noqa: N806 - a compile-time constant
+    follow(OVERLAPS)
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1), tl.program_id(2)
     i_group = (i_row * tl.num_programs(1) + i_head).to(tl.int64)
+    length = tl.load(p_lengths + i_row * s_length)
     if tl.load(p_tokens + i_group) <= 0:  # no estimate is asked for
         return
-    length = tl.load(p_lengths + i_row * s_length)
     segments = count_segments(length, SEGMENT, LAST)
     i_held = ((i_row // turn) * tl.num_programs(1) + i_head).to(tl.int64)
     p_codes += i_held * s_codes

@@ -13,17 +13,16 @@ import triton
 import triton.language as tl
 
 from .blocks import (
-    attend,
     attend_tokens,
-    dot,
     find_unreliable,
+    follow,
     load_query,
-    load_tokens,
+    log_sum,
     store_part,
-    unite,
 )
 from .estimate_kernels import prepare_segment, store_along
 from .merging import is_last, merge_group
+from .near_kernels import attend_block, count_pending, merge_near
 from .record_kernels import count_segments, store_turned
 
 INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are decorated
@@ -32,26 +31,29 @@ INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are dec
 # Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens, or are 0
 # where all rows share one.
 @triton.jit(
-    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns", "min_tokens", "s_segment", "s_marks"],
+    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns", "min_tokens", "s_segment", "s_marks", "blocks"],
     do_not_specialize_on_alignment=["parts", "turn"],
 )
 def local_kernel(
-    p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_parts, p_lse, p_flags, p_out,
+    p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_near, p_near_lse, p_arrived,
+    p_parts, p_lse, p_flags, p_out,
     p_done, p_bulk_read_bytes, p_sketch_read_bytes, p_tokens, p_prepared, p_along, p_turned,
     p_errors, p_noise, p_variances, p_centres, p_order, p_weights, p_slopes, p_slope_units,
     p_record_weights, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
-    s_local, s_pending, s_length, s_decided, s_log_bulk, s_marks, columns, turn, parts, scaling, logit_threshold,
-    noise_limit, noise_share, min_tokens, s_segment,
+    s_local, s_pending, s_length, s_decided, s_log_bulk, s_marks, columns, blocks, turn, parts, scaling,
+    logit_threshold, noise_limit, noise_share, min_tokens, s_segment,
     GROUP_RULE: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     SKETCH_TOKEN_BYTES: tl.constexpr, SEGMENT_BYTES: tl.constexpr, HEAD_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Local attention, decisions and, for flagged heads, the pending tokens; one program a (KV head, row).
+    """Local attention, decisions and, for flagged heads, the pending tokens; a (KV head, row, block of `BLOCK_N`
+    columns), of which there are `blocks`. The last program of a group to come puts the blocks together: `p_arrived`
+    counts them, and is 0 again afterwards.
 
     `p_out` takes the outputs of all heads as if they were local. Of the others, the last program that reads the bulk
     replaces them: `p_done` counts these.
@@ -66,13 +68,16 @@ def local_kernel(
     `Operands.marks`.
     """
     TERMS: tl.constexpr = 1 if p_turned is None else 2  # noqa: N806 - a compile-time constant
+    follow(OVERLAPS)
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
     i_held_row = (tl.program_id(1) // turn).to(tl.int64)
     i_held = i_held_row * tl.num_programs(0) + i_head
+    i_block = tl.program_id(2)
+    length = tl.load(p_lengths + i_row * s_length)
     if p_prepared is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
-        if tl.program_id(2) > 0:
-            i_segment, length = tl.program_id(2) - 1, tl.load(p_lengths + i_row * s_length)
+        if i_block >= blocks:
+            i_segment = i_block - blocks
             if length >= MIN_TOKENS:
                 if i_segment >= s_segment:
                     along = i_segment - s_segment
@@ -90,37 +95,32 @@ def local_kernel(
                             s_segment, first, scaling, FOURS, TWOS, ONES, TERMS, ROWS, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
                         )  # fmt: skip
             return
-    o_head, o_block = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
-    m_head = o_head < G
-    length, decided = tl.load(p_lengths + i_row * s_length), tl.load(p_decided + i_row * s_decided)
-    b_bulk = tl.load(p_log_bulk + i_row * s_log_bulk + i_head * G + o_head, mask=m_head, other=0.0)
-    b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
     p_keys += i_held_row * s_key_row + i_head * s_key_head
     p_values += i_held_row * s_value_row + i_head * s_value_head
     p_local += i_row * s_local
     p_pending += i_row * s_pending
+    attend_block(
+        p_query, p_keys, p_values, p_local, p_pending, p_near, p_near_lse, s_key_token, s_value_token, i_group, i_block,
+        blocks, columns, scaling, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_N,
+    )  # fmt: skip
+    # What the last program is sure to need comes while it waits for the others.
+    o_head = tl.arange(0, BLOCK_Q)
+    m_head = o_head < G
+    pending = count_pending(p_pending, columns, BLOCK_C)
+    decided = tl.load(p_decided + i_row * s_decided)
+    b_bulk = tl.load(p_log_bulk + i_row * s_log_bulk + i_head * G + o_head, mask=m_head, other=0.0)
+    if not is_last(p_arrived, i_group, blocks):
+        return
+    tl.store(p_arrived + i_group, 0)
 
-    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_G], tl.float32)
-    b_out = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
-    # Of pending tokens, which only flagged heads read. To come back for them would take longer.
-    b_late, b_late_sum, b_late_out = b_max, b_sum, b_out
-    pending = 0
-    for start in range(0, columns, BLOCK_N):
-        o_tokens = start + o_block
-        m_tokens = o_tokens < columns
-        m_local = tl.load(p_local + o_tokens, mask=m_tokens, other=0)
-        m_pending = tl.load(p_pending + o_tokens, mask=m_tokens, other=0)
-        b_keys = load_tokens(p_keys, o_tokens, m_local | m_pending, s_key_token, D, BLOCK_D)
-        b_values = load_tokens(p_values, o_tokens, m_local | m_pending, s_value_token, V, BLOCK_V)
-        b_scores = dot(b_query, tl.trans(b_keys)) * scaling
-        b_max, b_sum, b_out = attend(b_scores, m_local[None, :], b_values, b_max, b_sum, b_out)
-        b_late, b_late_sum, b_late_out = attend(b_scores, m_pending[None, :], b_values, b_late, b_late_sum, b_late_out)
-        pending += tl.sum(m_pending.to(tl.int32), axis=0)
-
+    o_near = ((i_group * G + o_head) * 2 * blocks)[:, None] + tl.arange(0, BLOCK_C // BLOCK_N)[None, :]
+    m_near = m_head[:, None] & (tl.arange(0, BLOCK_C // BLOCK_N) < blocks)[None, :]
+    b_local = tl.load(p_near_lse + o_near, mask=m_near, other=float("-inf"))  # [BLOCK_Q, blocks]
+    b_late = tl.load(p_near_lse + o_near + blocks, mask=m_near, other=float("-inf"))
+    b_log_local = log_sum(b_local)
     bulk_tokens = length + pending
     b_bulk = tl.where(b_bulk == b_bulk, b_bulk, float("inf"))  # of nan nothing can be said: read it
-    b_flags = b_max + tl.log(tl.maximum(b_sum, 1.0)) - b_bulk < logit_threshold  # as `criterion.find_long_context`
+    b_flags = b_log_local - b_bulk < logit_threshold  # as `criterion.find_long_context`
     if GROUP_RULE == "any":
         b_flags = m_head & (tl.max(tl.where(m_head, b_flags.to(tl.int32), 0), axis=0) == 1)
     decided = decided & (bulk_tokens > 0)
@@ -128,13 +128,12 @@ def local_kernel(
     tl.store(p_flags + i_group * G + o_head, b_flags, mask=m_head)
 
     if tl.max(b_flags.to(tl.int32), axis=0) == 1:
-        b_late = tl.where(b_flags, b_late, float("-inf"))
-        b_max, b_sum, b_out = unite(b_max, b_sum, b_out, b_late, b_late_sum, b_late_out)
         if p_bulk_read_bytes is not None:
             tl.atomic_add(p_bulk_read_bytes, length * TOKEN_BYTES, sem="relaxed")
         if p_marks is not None and p_tokens is None:
             tl.store(p_marks + i_held * s_marks + 1, length * TOKEN_BYTES)
         if p_tokens is not None:
+            b_query = load_query(p_query, i_group, G, BLOCK_Q, D, BLOCK_D)
             b_unreliable = find_unreliable(
                 b_query, p_noise + i_held * D, p_variances + i_held * D, noise_limit, noise_share, D
             )
@@ -153,11 +152,10 @@ def local_kernel(
                     tl.store(p_marks + i_held * s_marks, sketch_bytes, mask=estimated)
     elif p_tokens is not None:
         tl.store(p_tokens + i_group, -1)
-    store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 0, parts, G, V)
-    o_value = tl.arange(0, BLOCK_V)
-    m_out = m_head[:, None] & (o_value < V)[None, :]
-    p_out += (i_group * G + o_head)[:, None] * V + o_value[None, :]
-    tl.store(p_out, b_out / tl.maximum(b_sum, 1.0)[:, None], mask=m_out)  # 0 of no token: a padding query's
+    merge_near(
+        p_near, p_near_lse, p_parts, p_lse, p_out, i_group, blocks, parts, b_flags, b_local, b_late, G, BLOCK_Q, V,
+        BLOCK_V, PARTS, MERGE_STAGES,
+    )  # fmt: skip
     tl.store(p_done + i_group, 0)
 
 
@@ -167,10 +165,11 @@ def bulk_kernel(
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, turn, scaling,
     BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row). It
     computes all heads of the group, as they share keys. The last program of a group merges the flagged ones."""
+    follow(OVERLAPS)
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_group = i_row * tl.num_programs(1) + i_head
@@ -191,7 +190,7 @@ def bulk_kernel(
         BLOCK_G, D, V, BLOCK_V, BLOCK_N,
     )  # fmt: skip
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
-    if is_last(p_done, i_group):
+    if is_last(p_done, i_group, splits):
         merge_group(
             p_parts, p_lse, p_flags, None, None, None, None, p_out, i_group, splits, 0, False, scaling, 0.0,
             G, V, BLOCK_V, BLOCK_Q, BLOCK_P, 1, PARTS, MERGE_STAGES, 0,

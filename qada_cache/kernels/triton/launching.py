@@ -1,9 +1,12 @@
 """What was compiled of a kernel, called without Triton's looking for it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+
+from ..operands import Rows
 
 
 class Launches:
@@ -34,3 +37,23 @@ def _is_hooked() -> bool:
     """Whether a profiler, say, is to be told of launches."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+class RowStrides(NamedTuple):
+    """What the layers of a pass launch alike."""
+
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, ...]  # from row to row
+    variant: tuple[Any, ...]  # what Triton compiles for
+
+    @classmethod
+    def find(cls, rows: Rows, batch: int) -> "RowStrides":
+        """Those of `batch` rows, which may share one."""
+        tensors = rows.local, rows.pending, rows.bulk_lengths, rows.decided
+        strides = tuple(find_stride(each, batch) for each in tensors)
+        return cls(tensors, strides, (*strides[2:], *(each.data_ptr() % 16 == 0 for each in tensors)))
+
+
+def find_stride(tensor: Tensor, batch: int) -> int:
+    """From row to row: 0, if all rows share one."""
+    return 0 if tensor.shape[0] < batch else tensor.stride(0)

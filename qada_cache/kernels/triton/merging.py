@@ -10,10 +10,10 @@ from .blocks import rotate
 
 
 @triton.jit
-def is_last(p_done, i_group):
-    """Whether this is the last of the group's programs to come here, which may read what the others have written."""
+def is_last(p_done, i_group, count):
+    """Whether this is the last of `count` programs of a group to come here, which may read what the others wrote."""
     tl.debug_barrier()  # behind which all threads of this one have written
-    return tl.atomic_add(p_done + i_group, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    return tl.atomic_add(p_done + i_group, 1, sem="acq_rel") == count - 1
 
 
 @triton.jit
