@@ -47,7 +47,13 @@ def model() -> PreTrainedModel:
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens have a sketch, and are split; it may be rough, as this model's scores lie far apart."""
     monkeypatch.setattr(selection, "UNRELIABLE", 20.0)
-    for name, value in {"SPLIT_TOKENS": 20, "SELECTED_TOKENS": 20, "SCAN_TOKENS": 16, "SCAN_RUN": 4}.items():
+    for name, value in {
+        "SPLIT_TOKENS": 20,
+        "ESTIMATE_TOKENS": 20,
+        "SELECTED_TOKENS": 20,
+        "SCAN_TOKENS": 16,
+        "SCAN_RUN": 4,
+    }.items():
         monkeypatch.setattr(triton_decode, name, value)
     with small_sketch(32):
         yield

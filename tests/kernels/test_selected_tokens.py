@@ -28,7 +28,14 @@ BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, and are split; four query heads of a group are merged at once."""
     monkeypatch.setattr(cpu, "THREAD_TOKENS", 50)
-    small = {"SPLIT_TOKENS": 100, "SELECTED_TOKENS": 100, "SCAN_TOKENS": 16, "SCAN_RUN": 4, "PART_BYTES": 2048}
+    small = {
+        "SPLIT_TOKENS": 100,
+        "ESTIMATE_TOKENS": 100,
+        "SELECTED_TOKENS": 100,
+        "SCAN_TOKENS": 16,
+        "SCAN_RUN": 4,
+        "PART_BYTES": 2048,
+    }
     for name, value in small.items():
         monkeypatch.setattr(triton_decode, name, value)
     with small_sketch(40):

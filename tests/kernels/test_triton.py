@@ -43,7 +43,13 @@ Path = tuple[Callable[[Query, Rows, Operands], tuple[Tensor, Tensor]], str]
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
-    for name, value in {"SPLIT_TOKENS": 100, "SELECTED_TOKENS": 100, "SCAN_TOKENS": 16, "SCAN_RUN": 4}.items():
+    for name, value in {
+        "SPLIT_TOKENS": 100,
+        "ESTIMATE_TOKENS": 100,
+        "SELECTED_TOKENS": 100,
+        "SCAN_TOKENS": 16,
+        "SCAN_RUN": 4,
+    }.items():
         monkeypatch.setattr(triton_decode, name, value)
     monkeypatch.setattr(cpu, "THREAD_TOKENS", 100)
     with small_sketch(40):
@@ -183,8 +189,8 @@ def test_splits_do_not_matter(path: Path, bits: int, monkeypatch: pytest.MonkeyP
     scene, outputs = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(), bits=bits), []
     threshold = scene.threshold()
     for tokens, most in ((1000, 128), (16, 128), (50, 128), (1, 7)):
-        names = "SPLIT_TOKENS", "SELECTED_TOKENS", "MAX_SPLITS", "SELECTED_SPLITS"
-        for name, value in zip(names, (tokens, tokens, most, most), strict=True):
+        names = "SPLIT_TOKENS", "ESTIMATE_TOKENS", "SELECTED_TOKENS", "MAX_SPLITS", "SELECTED_SPLITS"
+        for name, value in zip(names, (tokens, tokens, tokens, most, most), strict=True):
             monkeypatch.setattr(triton_decode, name, value)
         outputs.append(run(path, scene, threshold=threshold)[0])
     for out in outputs[1:]:
@@ -194,7 +200,8 @@ def test_splits_do_not_matter(path: Path, bits: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("path", [KERNEL, GPU])
 @pytest.mark.parametrize("bits", [0, 2])
 def test_rows_do_not_matter(path: Path, bits: int) -> None:
-    """A row alone gives what it gives in a batch, to the bit: splits depend on the capacity, which is kept."""
+    """A row alone gives what it gives in a batch, to the bit, as long as a device runs the programs of all rows at once:
+    splits depend on the capacity, which is kept."""
     scene = Scene(bits=bits)
     function, device = path
     threshold = scene.threshold()

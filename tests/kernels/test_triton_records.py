@@ -28,7 +28,13 @@ BULK = [(777, 5), (39, 1), (1153, 0)]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, and are split."""
-    for name, value in {"SPLIT_TOKENS": 400, "SELECTED_TOKENS": 400, "SCAN_TOKENS": 64, "SCAN_RUN": 4}.items():
+    for name, value in {
+        "SPLIT_TOKENS": 400,
+        "ESTIMATE_TOKENS": 400,
+        "SELECTED_TOKENS": 400,
+        "SCAN_TOKENS": 64,
+        "SCAN_RUN": 4,
+    }.items():
         monkeypatch.setattr(triton_decode, name, value)
     with small_sketch(40):
         yield
@@ -121,7 +127,7 @@ def test_rows_do_not_matter(path: Path) -> None:
 @EVERY
 @pytest.mark.parametrize("splits", [(1000, 128), (1, 7)])
 def test_splits_do_not_matter(path: Path, splits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for of in ("SPLIT_TOKENS", "SELECTED_TOKENS"):
+    for of in ("SPLIT_TOKENS", "ESTIMATE_TOKENS", "SELECTED_TOKENS"):
         monkeypatch.setattr(triton_decode, of, splits[0])
     for of in ("MAX_SPLITS", "SELECTED_SPLITS"):
         monkeypatch.setattr(triton_decode, of, splits[1])

@@ -35,7 +35,13 @@ KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, in segments, and are split."""
-    for name, value in {"SPLIT_TOKENS": 64, "SELECTED_TOKENS": 64, "SCAN_TOKENS": 32, "SCAN_RUN": 4}.items():
+    for name, value in {
+        "SPLIT_TOKENS": 64,
+        "ESTIMATE_TOKENS": 64,
+        "SELECTED_TOKENS": 64,
+        "SCAN_TOKENS": 32,
+        "SCAN_RUN": 4,
+    }.items():
         monkeypatch.setattr(triton_decode, name, value)
     with small_sketch(40, 64), mock.patch.object(row_tensors, "GRANULE", 8):
         yield

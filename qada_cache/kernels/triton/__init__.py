@@ -33,10 +33,12 @@ from .sketch_kernels import selected_kernel
 
 # A split of a bulk has at least about so many tokens, as its result must be written and read again. One flagged KV head
 # alone should still occupy most of a GPU. Blocks of splits have room for all: such as followed the capacity would be
-# compiled anew when the bulk grows. Estimates have as many splits.
+# compiled anew when the bulk grows.
 SPLIT_TOKENS, MAX_SPLITS = 256, 128
-# Where tokens are selected, few of a split are read: to begin and to end take most of a program's time.
-SELECTED_TOKENS, SELECTED_SPLITS = 1024, 32  # of sizes tried on an H200, the fastest
+# Where tokens are selected, few of a split are read: to begin and to end take most of a program's time. So there are
+# no more programs than a device runs at once, if these are `FEWEST_SPLITS` of a bulk.
+SELECTED_TOKENS, SELECTED_SPLITS, FEWEST_SPLITS = 512, 64, 8
+REGISTERS, MOST_CORES = 65536, 132  # of a multiprocessor, by which programs run at once; of an H100
 SCAN_TOKENS = 256  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 1024  # of so many estimates at most: with more, registers spill
 SCAN_RUN = 32  # tokens of a scan that lie side by side; a power of two
@@ -45,6 +47,8 @@ PART_BYTES = 8192  # of parts, float32, that are added at once
 MERGE_STAGES = 5  # of the pipeline that fetches them
 ESTIMATE_HEADS = 8  # query heads that are prepared, and whose scores are estimated, at once
 ESTIMATES = 1024  # scores that are
+ESTIMATE_TOKENS = 512  # of a split of estimates, at least about
+PREPARED_LINES = 16  # queries that are prepared at once, of a head and a segment each; a power of two
 UNPACKED_BYTES = 4096  # of records in the registers of a program, a byte a value
 RECORD_SCORES = 1024  # of tokens whose records are read at once
 TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
@@ -63,14 +67,17 @@ MOST_REGISTERS = 255  # where fewer would spill, or programs are few
 # Of a sketch, what queries are prepared by.
 CODING = "noise", "variances", "centres", "order", "weights", "slopes", "slope_units"
 find_coding, NO_CODING = attrgetter(*CODING), (None,) * len(CODING)
-OVERLAPS = True  # where the device can
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
 
-def _overlaps(device: torch.device) -> bool:
-    """Whether kernels of a device begin while the one before ends (programmatic dependent launches)."""
-    return OVERLAPS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def _split(capacity: int, at_least: int, at_most: int, groups: int, device: torch.device, compiled: dict) -> int:
+    """Into how many splits of `at_least` tokens a bulk is cut: `at_most`, and so many that the programs of all `groups`
+    run at once."""
+    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MOST_CORES
+    resident = REGISTERS // (32 * compiled.get("num_warps", 4) * (compiled["maxnreg"] or MOST_REGISTERS))
+    at_once = max(FEWEST_SPLITS, resident * cores // groups)
+    return min(triton.cdiv(capacity, at_least), at_most, at_once)
 
 
 def _pad(size: int) -> int:
@@ -168,9 +175,15 @@ class BoundLaunches:
             sketch = None  # there is no room for a bulk that has one
         self._sketched = sketch is not None
         chooses = selects and sketch is not None
-        at_least, at_most = (SELECTED_TOKENS, SELECTED_SPLITS) if chooses else (SPLIT_TOKENS, MAX_SPLITS)
-        self._splits = splits = min(triton.cdiv(capacity, at_least), at_most)
-        self._sums = sums = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
+        selecting, estimating = _find_record_sizes(records, states.dtype, sizes), _find_estimate_sizes(queries)
+        splits = min(triton.cdiv(capacity, SPLIT_TOKENS), MAX_SPLITS)
+        of_device = batch * kv_heads, states.device
+        if chooses:
+            splits = _split(capacity, SELECTED_TOKENS, SELECTED_SPLITS, *of_device, selecting)
+        self._splits = splits
+        self._sums = sums = _split(capacity, ESTIMATE_TOKENS, MAX_SPLITS, *of_device, estimating)
+        at_once = {"BLOCK_H": min(queries, ESTIMATE_HEADS)}
+        at_once["PREPARED"] = max(1, PREPARED_LINES // at_once["BLOCK_H"])
         near = _find_near_sizes(sketch is not None, states.dtype, sizes)
         columns = layer.near_keys.shape[2]
         self._blocks = self._near_programs = triton.cdiv(columns, near["BLOCK_N"])
@@ -190,7 +203,7 @@ class BoundLaunches:
             count = count_rows(layout.coded, 1 if records is None else 2)
             words = dict(zip(words, (*layout.words, count), strict=True))
             self._errors, sketch_room = layout.find_errors(states.device), sketch.scales.shape[2]
-            self._near_programs += segments + group
+            self._near_programs += triton.cdiv(segments, at_once["PREPARED"]) + group
             self._sketch_strides = layout.count * sketch_room, sketch_room, segments
             # Of whole blocks, and as many for every split.
             self._room = splits * triton.cdiv(triton.cdiv(capacity, scan), splits) * scan
@@ -216,17 +229,15 @@ class BoundLaunches:
         )  # fmt: skip
         token_bytes = dim * layer.bulk_keys.element_size() + value_dim * layer.bulk_values.element_size()
         segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "BLOCK_Q": queries} | words
-        at_once = {"BLOCK_H": min(queries, ESTIMATE_HEADS)}
-        overlapping = {"OVERLAPS": True, "launch_pdl": True} if _overlaps(states.device) else {"OVERLAPS": False}
         merging = {"PARTS": PART_BYTES // torch.float32.itemsize, "MERGE_STAGES": MERGE_STAGES}
-        splitting = {"BLOCK_P": triton.next_power_of_2(at_most)} | merging | overlapping
+        splitting = {"BLOCK_P": triton.next_power_of_2(SELECTED_SPLITS if chooses else MAX_SPLITS)} | merging
         self._local = Launches(**{
             "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
             "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes),
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
-            **segment_sizes, **at_once, **sizes, **merging, **near, **overlapping,
+            **segment_sizes, **at_once, **sizes, **merging, **near,
         })  # fmt: skip
-        self._estimate = Launches(G=group, **overlapping, **_find_estimate_sizes(queries), **segment_sizes, **at_once)
+        self._estimate = Launches(G=group, BLOCK_H=at_once["BLOCK_H"], **estimating, **segment_sizes)
         most = MOST_REGISTERS if _count_warps(sizes) > 4 else None
         self._bulk = Launches(BLOCK_Q=queries, maxnreg=most, **splitting, **sizes)
         self._selected = Launches(**{
@@ -234,7 +245,7 @@ class BoundLaunches:
             "BLOCK_E": triton.next_power_of_2(MAX_SPLITS), "TOKEN_BYTES": token_bytes, **splitting,
             "MIN_TOKENS": MIN_TOKENS, "TURNED": 0 if records is None else find_block(value_dim),  # turned together
             "num_stages": SELECTED_STAGES,
-            **_find_record_sizes(records, states.dtype, sizes), **segment_sizes, **sizes,
+            **selecting, **segment_sizes, **sizes,
         })  # fmt: skip
 
     def compute(self, query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from ... import sketch as _sketch
 from ...sketch import codec, selection
@@ -62,15 +61,6 @@ def log_sum(b_lse):
     b_shift = tl.where(b_highest == float("-inf"), 0.0, b_highest)
     b_sum = tl.sum(tl.exp(b_lse - b_shift[:, None]), axis=1)
     return b_highest + tl.log(tl.where(b_sum == 0.0, 1.0, b_sum))
-
-
-@triton.jit
-def follow(OVERLAPS: tl.constexpr):
-    """Where the kernel before may still run: let the next one begin to be launched, and wait until this memory is what
-    that one has left. Every program of every kernel comes here first, so what came before it has ended, too."""
-    if OVERLAPS:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
 
 
 @triton.jit

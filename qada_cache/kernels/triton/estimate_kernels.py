@@ -1,6 +1,6 @@
 """What Triton's kernels compute of a sketch's codes: estimates of all scores; names as in `kernels.py`.
 
-Queries are weighed, rotated and rounded once for each segment, by `prepare_segment`. A lane of `estimate_kernel` then
+Queries are weighed, rotated and rounded once for each segment, by `prepare_segments`. A lane of `estimate_kernel` then
 has whole tokens to itself: a word holds four values of eight bits or less, side by side after a shift and a mask, and
 one instruction multiplies them with those of a query. `score_selected` does so again, with queries of 16 bits, of the
 tokens alone whose records are read.
@@ -9,7 +9,7 @@ tokens alone whose records are read.
 import triton
 import triton.language as tl
 
-from .blocks import BLOCK, FINER, WORD_BITS, dot_bytes, follow, rotate, round_queries
+from .blocks import BLOCK, FINER, WORD_BITS, dot_bytes, rotate, round_queries
 from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
@@ -27,47 +27,53 @@ def count_rows(coded: int, terms: int) -> int:
 
 
 @triton.jit
-def prepare_segment(
-    p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_held, i_segment, s_segment, first, scaling,
+def prepare_segments(
+    p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_held, i_first, segments, s_segment, first,
+    scaling,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
-    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PREPARED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write a group's queries as the codes of a segment meet them, in rows of `BLOCK_Q` words: see `NUMBERS`. Of
-    `BLOCK_H` query heads from the `first` on."""
+    """Write a group's queries as the codes of segments meet them, in rows of `BLOCK_Q` words: see `NUMBERS`. Of
+    `BLOCK_H` query heads from the `first` on, and of `PREPARED` segments from the `i_first` on, of which there are
+    `segments`: so many at once that to wait for one takes no longer than for all."""
     FIRST_TWO: tl.constexpr = WORD_BITS // 4 * FOURS  # noqa: N806 - a compile-time constant
     FIRST_ONE: tl.constexpr = FIRST_TWO + WORD_BITS // 2 * TWOS  # noqa: N806 - a compile-time constant
     CODED: tl.constexpr = FIRST_ONE + WORD_BITS * ONES  # noqa: N806 - a compile-time constant
     PLANES: tl.constexpr = CODED // 4  # noqa: N806 - a compile-time constant
-    o_head, o_dim = first + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    m_dim = o_dim < D
-    m_query = (o_head < G)[:, None] & m_dim[None, :]
+    o_line, o_dim = tl.arange(0, PREPARED * BLOCK_H), tl.arange(0, BLOCK_D)  # a line is a head's of a segment
+    o_head, o_segment = first + o_line % BLOCK_H, i_first + o_line // BLOCK_H
+    m_segment, m_dim = o_segment < segments, o_dim < D
+    m_line = m_segment & (o_head < G)
+    m_own, m_query = m_segment[:, None] & m_dim[None, :], m_line[:, None] & m_dim[None, :]
     p_query += (i_group * G + o_head)[:, None] * D
-    i_place = i_held * s_segment + i_segment
-    b_query = tl.load(p_query + o_dim[None, :], mask=m_query, other=0.0).to(tl.float32)
-    b_centre = tl.load(p_centres + i_place * D + o_dim, mask=m_dim, other=0.0).to(tl.float32)
-    b_middle = tl.sum(b_query * b_centre[None, :], axis=1) * scaling
-    b_order = tl.load(p_order + i_place * D + o_dim, mask=m_dim, other=0).to(tl.int64)
-    b_query = tl.load(p_query + b_order[None, :], mask=m_query, other=0.0).to(tl.float32)
-    b_weights = tl.load(p_weights + i_place * D + o_dim, mask=m_dim, other=1.0).to(tl.float32)
-    b_weighed = tl.div_rn(b_query, b_weights[None, :].broadcast_to(b_query.shape))
+    o_own = (i_held * s_segment + o_segment)[:, None] * D + o_dim[None, :]
+    b_order = tl.load(p_order + o_own, mask=m_own, other=0).to(tl.int32)
+    b_weights = tl.load(p_weights + o_own, mask=m_own, other=1.0).to(tl.float32)
+    b_centre = tl.load(p_centres + o_own, mask=m_own, other=0.0).to(tl.float32)
     b_errors = tl.load(p_errors + o_dim, mask=m_dim, other=0.0)
+    b_query = tl.load(p_query + o_dim[None, :], mask=m_query, other=0.0).to(tl.float32)
+    b_middle = tl.sum(b_query * b_centre, axis=1) * scaling
+    b_query = tl.load(p_query + b_order, mask=m_query, other=0.0).to(tl.float32)
+    b_weighed = tl.div_rn(b_query, b_weights)
     b_spread = tl.sum(b_weighed * b_weighed * b_errors[None, :], axis=1) * (0.5 * scaling * scaling)
     b_rotated = rotate(tl.where((o_dim < CODED)[None, :], b_weighed, 0.0), BLOCK)
     b_both, b_unit = round_queries(b_rotated, TERMS == 2)
     b_most = tl.where(o_dim < FIRST_TWO, 15, tl.where(o_dim < FIRST_ONE, 3, 1))[None, :]  # of the codes they meet
 
-    p_prepared += (i_group * s_segment + i_segment) * (ROWS * BLOCK_Q) + o_head
+    p_prepared += (i_group * s_segment + o_segment) * (ROWS * BLOCK_Q) + o_head
     o_row = tl.arange(0, BLOCK_D // 4)
+    m_row = m_segment[:, None] & (o_row < PLANES)[None, :]
     for term in tl.static_range(TERMS):
         p_term = p_prepared + term * (PLANES + 1 + NUMBERS) * BLOCK_Q
         b_integers = (b_both << (24 - 8 * term)) >> 24  # of the byte, with its sign
         p_rows = p_term[:, None] + (o_row * BLOCK_Q)[None, :]
-        tl.store(p_rows, pack_bytes(b_integers), mask=(o_row < PLANES)[None, :])
-        tl.store(p_term + PLANES * BLOCK_Q, tl.sum(b_integers * b_most, axis=1))
+        tl.store(p_rows, pack_bytes(b_integers), mask=m_row)
+        tl.store(p_term + PLANES * BLOCK_Q, tl.sum(b_integers * b_most, axis=1), mask=m_segment)
     p_numbers = p_prepared + (PLANES + 1) * BLOCK_Q
-    tl.store(p_numbers, b_middle.to(tl.int32, bitcast=True))
-    tl.store(p_numbers + BLOCK_Q, b_spread.to(tl.int32, bitcast=True))
-    tl.store(p_numbers + 2 * BLOCK_Q, (b_unit * scaling).to(tl.int32, bitcast=True))
+    tl.store(p_numbers, b_middle.to(tl.int32, bitcast=True), mask=m_segment)
+    tl.store(p_numbers + BLOCK_Q, b_spread.to(tl.int32, bitcast=True), mask=m_segment)
+    tl.store(p_numbers + 2 * BLOCK_Q, (b_unit * scaling).to(tl.int32, bitcast=True), mask=m_segment)
 
 
 @triton.jit
@@ -80,7 +86,7 @@ def store_along(
     p_slopes += i_held * V * (D // 2) + o_value[:, None] * (D // 2)
     p_units += i_held * D
     i_query = i_group * G + i_head
-    b_along = tl.zeros([BLOCK_V], tl.float32)
+    b_sum = tl.zeros([BLOCK_V, SLOPE_COLUMNS], tl.float32)
     for start in tl.static_range(0, D // 2, SLOPE_COLUMNS):
         o_dim = start + tl.arange(0, SLOPE_COLUMNS)
         m_dim = o_dim < D // 2
@@ -90,8 +96,8 @@ def store_along(
             b_query = tl.load(p_query + i_query * D + o_channel, mask=m_dim, other=0.0).to(tl.float32)
             b_query *= tl.load(p_units + o_channel, mask=m_dim, other=0.0)
             b_slopes = (b_pairs.to(tl.int32) << 28 - 4 * half) >> 28  # of the four bits, with their sign
-            b_along += tl.sum(b_slopes.to(tl.float32) * b_query[None, :], axis=1)
-    tl.store(p_along + i_query * V + o_value, b_along, mask=o_value < V)
+            b_sum += b_slopes.to(tl.float32) * b_query[None, :]
+    tl.store(p_along + i_query * V + o_value, tl.sum(b_sum, axis=1), mask=o_value < V)
 
 
 @triton.jit
@@ -156,7 +162,7 @@ def estimate_kernel(
     s_length, s_codes, s_head, s_segment, room, turn,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, TURN: tl.constexpr,
-    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAPS: tl.constexpr,
+    G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """`codec.estimate_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
 
@@ -169,7 +175,6 @@ def estimate_kernel(
     """
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
     ACROSS: tl.constexpr = min(TURN, LANES)  # noqa: N806 - a compile-time constant
-    follow(OVERLAPS)
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1), tl.program_id(2)
     i_group = (i_row * tl.num_programs(1) + i_head).to(tl.int64)

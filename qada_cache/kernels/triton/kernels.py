@@ -15,12 +15,11 @@ import triton.language as tl
 from .blocks import (
     attend_tokens,
     find_unreliable,
-    follow,
     load_query,
     log_sum,
     store_part,
 )
-from .estimate_kernels import prepare_segment, store_along
+from .estimate_kernels import prepare_segments, store_along
 from .merging import is_last, merge_group
 from .near_kernels import attend_block, count_pending, merge_near
 from .record_kernels import count_segments, store_turned
@@ -48,8 +47,8 @@ def local_kernel(
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr,
     PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
-    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAPS: tl.constexpr,
+    PREPARED: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Local attention, decisions and, for flagged heads, the pending tokens; a (KV head, row, block of `BLOCK_N`
     columns), of which there are `blocks`. The last program of a group to come puts the blocks together: `p_arrived`
@@ -60,15 +59,14 @@ def local_kernel(
 
     With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, 0 for a group that is to
     read all of them, as of any bulk that has not stored `min_tokens`, or -1 for one without a long-context head. Bytes
-    of the sketch are counted where estimates are asked for. Meanwhile more programs, one a (KV head, row, segment),
-    prepare its queries, whether or not anybody will ask: `p_prepared`. Behind them, one for each query head of a group
-    writes `p_along`, and the first of these `p_turned` for records.
+    of the sketch are counted where estimates are asked for. Meanwhile more programs, one for `PREPARED` segments of
+    a (KV head, row), prepare its queries, whether or not anybody will ask: `p_prepared`. Behind them, one for each
+    query head of a group writes `p_along`, and the first of these `p_turned` for records.
 
     With `p_marks`, bytes of a KV head are written there instead of counted, as several rows may read the same:
     `Operands.marks`.
     """
     TERMS: tl.constexpr = 1 if p_turned is None else 2  # noqa: N806 - a compile-time constant
-    follow(OVERLAPS)
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_group = i_row * tl.num_programs(0) + i_head
     i_held_row = (tl.program_id(1) // turn).to(tl.int64)
@@ -77,10 +75,10 @@ def local_kernel(
     length = tl.load(p_lengths + i_row * s_length)
     if p_prepared is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
         if i_block >= blocks:
-            i_segment = i_block - blocks
+            i_part, preparing = i_block - blocks, tl.cdiv(s_segment, PREPARED)
             if length >= MIN_TOKENS:
-                if i_segment >= s_segment:
-                    along = i_segment - s_segment
+                if i_part >= preparing:
+                    along = i_part - preparing
                     store_along(p_along, p_query, p_slopes, p_slope_units, i_group, i_held, along, G, D, V, BLOCK_V)
                     if p_turned is not None:  # noqa: SIM102 - this one is decided by the compiler, the next by the device
                         if along == 0:
@@ -88,12 +86,15 @@ def local_kernel(
                             store_turned(
                                 p_turned, p_query, p_record_weights, i_group, scaling, TURNED, G, BLOCK_Q, D, BLOCK_D
                             )
-                elif i_segment < count_segments(length, SEGMENT, LAST):
-                    for first in range(0, G, BLOCK_H):
-                        prepare_segment(
-                            p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_held, i_segment,
-                            s_segment, first, scaling, FOURS, TWOS, ONES, TERMS, ROWS, G, BLOCK_Q, BLOCK_H, D, BLOCK_D,
-                        )  # fmt: skip
+                else:
+                    segments = count_segments(length, SEGMENT, LAST)
+                    if i_part * PREPARED < segments:
+                        for first in range(0, G, BLOCK_H):
+                            prepare_segments(
+                                p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_held,
+                                i_part * PREPARED, segments, s_segment, first, scaling, FOURS, TWOS, ONES, TERMS, ROWS,
+                                G, BLOCK_Q, BLOCK_H, PREPARED, D, BLOCK_D,
+                            )  # fmt: skip
             return
     p_keys += i_held_row * s_key_row + i_head * s_key_head
     p_values += i_held_row * s_value_row + i_head * s_value_head
@@ -165,11 +166,10 @@ def bulk_kernel(
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length, turn, scaling,
     BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention over one split of the bulk of a group with a flagged head; one program a (split, KV head, row). It
     computes all heads of the group, as they share keys. The last program of a group merges the flagged ones."""
-    follow(OVERLAPS)
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_group = i_row * tl.num_programs(1) + i_head

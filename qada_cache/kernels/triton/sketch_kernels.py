@@ -11,7 +11,7 @@ With `p_records`, tokens lie in records (`record_kernels.py`), whose keys follow
 import triton
 import triton.language as tl
 
-from .blocks import attend_tokens, follow, load_query, rotate, store_part
+from .blocks import attend_tokens, load_query, rotate, store_part
 from .estimate_kernels import score_selected
 from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_segments
@@ -36,7 +36,7 @@ def selected_kernel(
     VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr, TURNED: tl.constexpr,
     BLOCK_R: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAPS: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention over the tokens of one split that a flagged head of the group selects; a (split, KV head, row).
 
@@ -48,7 +48,6 @@ def selected_kernel(
     exponentials, and the mean that these weigh. The last program of a group merges its parts. With `p_marks`, bytes of
     a token are written there instead of counted: `Operands.marks`.
     """
-    follow(OVERLAPS)
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_group = i_row * tl.num_programs(1) + i_head
