@@ -10,6 +10,7 @@ used again or freed, after the devices have been waited for.
 import ctypes
 import math
 import mmap
+import threading
 import weakref
 
 import torch
@@ -21,6 +22,8 @@ FLAGS = 3  # cudaHostRegisterPortable, for every device, and cudaHostRegisterMap
 REUSED = 1.5  # memory of at most so many times the size is used again
 _held: dict[int, int] = {}  # bytes of memory in use, by address
 _retired: list[mmap.mmap] = []  # let go of, and pinned still
+_idle: list[mmap.mmap] = []  # of these, what devices have been waited for
+_choosing = threading.Lock()  # caches in several threads ask for memory
 _devices: set[torch.device] = set()  # that may use any of it
 
 
@@ -29,7 +32,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     count = math.prod(shape)
     size = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     _devices.add(device)
-    memory = _take_retired(size) or _pin(size)
+    memory = _take_idle(size) or _pin(size)
     view = (ctypes.c_char * len(memory)).from_buffer(memory)
     address = ctypes.addressof(view)
     _held[address] = len(memory)
@@ -55,21 +58,21 @@ def _retire(memory: mmap.mmap, address: int) -> None:
     _retired.append(memory)
 
 
-def _take_retired(size: int) -> mmap.mmap | None:
+def _take_idle(size: int) -> mmap.mmap | None:
     """Memory of `size` bytes or somewhat more, pinned already. If there is none, all that was let go of is freed."""
-    if not _retired:
-        return None
-    taken = [_retired.pop() for _ in range(len(_retired))]
-    for device in _devices:
-        _synchronize(device)
-    fitting = [memory for memory in taken if size <= len(memory) <= REUSED * size]
-    best = min(fitting, key=len, default=None)
-    for memory in taken:
-        if best is not None and memory is not best:
-            _retired.append(memory)
-        elif best is None:
-            _unregister(_find_address(memory))  # its pages go with the last reference to it
-    return best
+    with _choosing:
+        if retired := [_retired.pop() for _ in range(len(_retired))]:
+            for device in tuple(_devices):
+                _synchronize(device)
+            _idle.extend(retired)
+        fitting = [memory for memory in _idle if size <= len(memory) <= REUSED * size]
+        if fitting:
+            _idle.remove(best := min(fitting, key=len))
+            return best
+        for memory in _idle:
+            _unregister(_find_address(memory))
+        _idle.clear()  # their pages go with these references
+    return None
 
 
 def _pin(size: int) -> mmap.mmap:

@@ -1,5 +1,6 @@
 """Pinned memory of any size: what is registered, used again and freed, by stand-ins for CUDA's functions; on a GPU."""
 
+import ctypes
 import gc
 import mmap
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ class Registered:
 
     def unregister(self, address: int) -> None:
         assert self.waited, "copies may be under way"
+        ctypes.c_char.from_address(address).value = b"x"  # it is mapped still
         del self.there[address]
 
 
@@ -44,6 +46,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registered]:
     registered = Registered()
     monkeypatch.setattr(pinned, "_held", {})
     monkeypatch.setattr(pinned, "_retired", [])
+    monkeypatch.setattr(pinned, "_idle", [])
     monkeypatch.setattr(pinned, "_devices", set())
     monkeypatch.setattr(pinned, "_register", registered.register)
     monkeypatch.setattr(pinned, "_unregister", registered.unregister)
@@ -86,6 +89,15 @@ def test_memory_is_used_again_or_freed(cuda: Registered) -> None:
     larger = pinned.make((4 * PAGE,), torch.uint8, CUDA)
     assert set(cuda.waited) == {CUDA, other}
     assert pinned_there == {larger.data_ptr(): 4 * PAGE}
+
+
+def test_devices_are_waited_for_once(cuda: Registered) -> None:
+    """However many layers take the memory of a cache that is gone."""
+    layers = [pinned.make((PAGE,), torch.uint8, CUDA) for _ in range(5)]
+    del layers
+    layers = [pinned.make((PAGE,), torch.uint8, CUDA) for _ in range(5)]
+    assert len(cuda.waited) == 1
+    assert len(cuda.sizes) == len({layer.data_ptr() for layer in layers}) == 5
 
 
 def test_memory_that_cuda_refuses(cuda: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
