@@ -101,13 +101,14 @@ def _build_kernels(
     layer.lazy_initialization(draw(kv_heads, 0, dim), draw(kv_heads, 0, value_dim))
     store, query = cast(TokenStore, layer.store), draw(kv_heads * group, 1, dim)
     turn = draw(kv_heads * group, min(2, store.window), dim)
-    for tokens in (max(1, local - 1), PENDING_TOKENS, MIN_TOKENS):
+    for tokens in (max(1, local - 2), PENDING_TOKENS, MIN_TOKENS):  # two single tokens fit beside the first ones
         store.absorb(draw(kv_heads, tokens, dim), draw(kv_heads, tokens, value_dim), None)
-        for states in (turn, query) if takes_turns(layer, store, turn) else (query,):
+        for states in (query, turn) if takes_turns(layer, store, turn) else (query,):
             kernel, new = find_kernel(layer, store, states), states.shape[2]
             for _ in range(0 if kernel is None else 2):  # the first may be audited, which no kernel computes
-                store.append(draw(kv_heads, new, dim), draw(kv_heads, new, value_dim), None)
-                attend_adaptively(layer, store, Query(states, scaling=dim**-0.5))
+                unstored = draw(kv_heads, new, dim), draw(kv_heads, new, value_dim)
+                store.append(*unstored, None, write=False)
+                attend_adaptively(layer, store, Query(states, scaling=dim**-0.5, unstored=unstored))
     if kernel is None or options.audit_every:
         bulk = store.bulk.keys.to(device), store.bulk.values.to(device)
         partial_attention(query.view(1, kv_heads, group, dim), *bulk, scaling=1.0, kernels=options.kernels)

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Operands, Query, Rows
-from qada_cache.kernels.triton import coding, deriving, recording
+from qada_cache.kernels.triton import coding, deriving, recording, storing
 from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.sketch import SEGMENT_TOKENS, Layout, find_segment_start
 from qada_cache.sketch.codec import Sketch, list_fields
@@ -80,6 +80,16 @@ class Step:
         """What it launches."""
         kernel = triton_decode.fused_decode if self.queries == 1 else fused_turn
         return _record({triton_decode: KERNELS}, lambda: kernel(*self.make_operands()))
+
+    def record_near(self) -> list["Recorder"]:
+        """What is launched before: it puts the token into the near buffers, and estimates by two prompts' moments."""
+        query, _, layer = self.make_operands()
+        near, size = (layer.near_keys, layer.near_values), {"dtype": torch.float32, "device": "cpu"}
+        mean = torch.zeros(BATCH * KV_HEADS, 1, self.dim, **size)
+        moments = mean, mean.new_zeros(BATCH * KV_HEADS, self.dim, self.dim), torch.zeros(BATCH, 1, 1, 1, **size)
+        query.unstored = near[0][:, :, :1], near[1][:, :, :1]
+        storer = storing.Storer(*near, KV_HEADS * self.group)
+        return _record({storing: ("store_kernel",)}, lambda: storer.store(query, 0, [moments, moments]))
 
     def record_storing(self) -> list["Recorder"]:
         """What is launched as its tokens are stored, by query energies: to make a sketch, or records behind one."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..criterion import gaussian_log_bulk
 from ..kernels.cpu import compiled_decode
 from ..kernels.operands import Query, Rows
+from ..kernels.storing import Moments
 from ..key_moments import KeyMoments
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
@@ -37,10 +38,15 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
     served = plain and (single or takes_turns(layer, store, states)) and not layer.is_observed()
     plan = find_plan(layer, store, states, by_kernel=served)
     kernel, operands = plan.kernel, plan.operands
-    query.log_bulk = estimate_log_bulk(layer, store, query, rows, plan)
+    storer = None if query.unstored is None else plan.storer
+    moments = [] if storer is None else list_moments(layer, store, rows)
+    if not moments:
+        query.log_bulk = estimate_log_bulk(layer, store, query, rows, plan)
     if kernel is not None and bulk.offloaded:
         bulk.find_in_place()  # its copies to the host may be under way
-    if query.unstored is not None and kernel is not compiled_decode.fused_decode:  # which stores them itself
+    if storer is not None:
+        storer.store(query, store.newest, moments)
+    elif query.unstored is not None and kernel is not compiled_decode.fused_decode:  # which stores them itself
         store.write(*query.unstored)
         query.unstored = None
     if kernel is None:
@@ -60,6 +66,21 @@ def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
     if store.sketch is None or states.shape[2] > TURN_TOKENS or options.kernels == "torch":
         return False
     return not states.is_cpu or options.kernels == "triton" or len(states) == 1
+
+
+def list_moments(layer: QAdALayer, store: TokenStore, rows: Rows) -> list[Moments]:
+    """By which `estimate_log_bulk` estimates that of single queries, the larger estimate of each; none, if it goes by
+    something else too."""
+    options, own, found = layer.options, store.moments, list[Moments]()
+    frozen = own is not None and not store.update_moments and 0 in own.count
+    if options.criterion != "gaussian" or not rows.decisions or frozen:
+        return found
+    if options.other_moments is not None:
+        told = layer.index, rows.row_moment_lengths, rows.device, layer.shared.model.shard
+        found.append((*layer.kept_moments.get(options.other_moments, *told), rows.log_tokens))
+    if own is not None:
+        found.append((*own.flat, rows.own_log_tokens))
+    return found
 
 
 def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: Rows, plan: Plan) -> Tensor | None:

@@ -214,6 +214,7 @@ def _attend(
         may_be_chunk = queries > 1 or layer.store.end <= layer.options.window
         reading = generation.find_prompt() if may_be_chunk else generation.Prompt(False, 0)
         forward_pass.is_prefill_chunk = reading.in_chunks
+        forward_pass.prompt_tokens = reading.tokens if reading.in_chunks else 0
     empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
     if first and (empty or long):
         build_for_prompt(layer, asked, key, value, max(layer.seen, reading.tokens))
@@ -238,6 +239,7 @@ def _attend(
         out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
     if empty or long:
         layer.plan = None
+        layer.store.bulk.expected = forward_pass.prompt_tokens
         layer.store.absorb(*new, valid)
         if query.device.type == "cpu":
             trim_growth()

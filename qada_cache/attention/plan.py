@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..criterion import StaticHeads, logit
 from ..kernels import choice
+from ..kernels.cpu import compiled_decode
 from ..kernels.operands import Operands
+from ..kernels.storing import Storer, make_storer
 from ..sketch.codec import Sketch
 from ..sketch.coded import Records
 from ..state.layer import QAdALayer
@@ -28,6 +30,7 @@ class Plan:
     kernel: Callable | None  # None: torch computes them
     operands: Operands
     queries: torch.Size  # `[batch, heads, queries, dim]`
+    storer: Storer | None = None  # of single tokens before `kernel`, which stores them itself or has torch do it
     constant: Tensor | None = None  # see `find_constant`
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -55,7 +58,8 @@ def find_plan(layer: QAdALayer, store: TokenStore, states: Tensor, *, by_kernel:
 
     def make() -> Plan:
         kernel = find_kernel(layer, store, states) if by_kernel else None
-        return Plan(kind, version, kernel, find_operands(layer, store, by_kernel=kernel is not None), states.shape)
+        operands = find_operands(layer, store, by_kernel=kernel is not None)
+        return Plan(kind, version, kernel, operands, states.shape, find_storer(layer, store, states, kernel))
 
     plan: Plan | None = layer.plan
     if plan is None or plan.kind != kind or plan.version != version:
@@ -93,6 +97,13 @@ def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable
     layout = sketch.layout if sketch is not None and sketch.in_use else None
     call = states[:, :, :1], bulk.keys, bulk.values, options.criterion, options.kernels
     return choice.choose_kernel(*call, layout=layout, records=records, turn=states.shape[2] > 1)
+
+
+def find_storer(layer: QAdALayer, store: TokenStore, states: Tensor, kernel: Callable | None) -> Storer | None:
+    """What stores a token before `kernel` is launched for queries `[batch, heads, queries, dim]`."""
+    if kernel is None or states.shape[2] > 1 or kernel is compiled_decode.fused_decode:  # which stores it itself
+        return None
+    return make_storer(layer.options.kernels, store.near_keys, store.near_values, states.shape[1])
 
 
 def _refuse_old(plan: Plan, fresh: Plan) -> None:

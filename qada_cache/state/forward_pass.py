@@ -79,6 +79,7 @@ class ForwardPass:
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window  # tokens
         self.is_prefill_chunk = False  # whether it is of `generate`'s prompt: exact, whatever its length
+        self.prompt_tokens = 0  # of that prompt and what was held before it, if it comes in chunks; else 0
         # Of a step that a graph is captured of (`decode_graph/`), whose new tokens are all real: they are written to.
         self.given: Rows | None = None
         self._rows: tuple[Any, Rows] | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..files.private_map import PrivateMap
 from ..sketch.coded import Records
-from . import transfers
+from . import pinned, transfers
 from .placement import AUTO, Placement
 from .row_tensors import RowTensors
 from .transfers import AsyncCopy, double_buffer, fetch, find_reader, has_own_memory, send, wait_event
@@ -177,6 +177,7 @@ class Bulk(RowTensors):
         self.sketch = other.sketch
         if offloaded and other.offloaded:  # host memory serves every device
             self.offloaded = True
+            pinned.serve(self.device)
         else:
             self._rebuild(range(len(self.stored)), self.capacity, offloaded=offloaded)
 
@@ -184,10 +185,9 @@ class Bulk(RowTensors):
         """Make room for `tokens` tokens a row in `tensors`.
 
         Layers grow at lengths of their own, which do not depend on how the tokens came: in a long context no step
-        copies more than a few of them, records apart, which grow with each segment or two. Pinned blocks double in
-        size, so layers leave theirs before it is full.
+        copies more than a few of them, records apart, which grow with each segment or two.
         """
-        if self._count_needed(tokens) <= self.capacity:
+        if tokens <= self.capacity:
             return
         offloaded = self._is_to_leave(len(self.stored), self._find_capacity(tokens, offloaded=self.offloaded))
         capacity = self._find_capacity(tokens, offloaded=offloaded)
@@ -235,8 +235,8 @@ class Bulk(RowTensors):
         self.synchronize()
         selected, found = index.cpu(), []
         for store in self.tensors:
-            size, pinned = (len(selected), store.shape[3]), store.is_pinned()
-            room = torch.empty(size, dtype=store.dtype, device="cpu", pin_memory=pinned)
+            size, at_once = (len(selected), store.shape[3]), store.is_pinned()
+            room = torch.empty(size, dtype=store.dtype, device="cpu", pin_memory=at_once)
             found.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
         return fetch(tuple(found), self.device, after=None)
 

@@ -38,6 +38,11 @@ class NearTokens(Versioned):
         """Rows held."""
         return len(self.lengths)
 
+    @property
+    def newest(self) -> int | Tensor:
+        """The column of the newest token; the place of it, where a graph is being captured."""
+        return self.sinks + self.end - 1 if self.place is None else self.place
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` recent tokens."""
         columns = self.near_keys.shape[2]

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from ..files.private_map import PrivateMap
 from ..said_once import warn_once
-from . import transfers
+from . import pinned, transfers
 from .placement import Placement
 from .versioned import Buffer, Versioned
 
 logger = logging.getLogger(__name__)
 GRANULE = 256  # tokens; capacities are multiples of it
-GROWTH = 1.25  # a store has room for at most this multiple of its tokens when it moves; pinned blocks for more
+GROWTH = 1.25  # a store has room for at most this multiple of its tokens when it moves
+# Likewise where it is offloaded: with its first tokens; and later, when it has room for at least `PINNED_LEAST` times
+# its tokens, and at most for both growths of them.
+PROMPT_GROWTH, PINNED_GROWTH, PINNED_LEAST, PINNED_GRANULE = 1.1, 1.5, 1.2, 64
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 
 
@@ -31,6 +34,7 @@ class RowTensors(Versioned):
     source: PrivateMap | None  # the memory that copies share, or the file, under `keys` and `values`
     unwritten: list[int]  # leading tokens of each row that still lie in `source`, the same in every copy
     growth = GROWTH
+    expected = 0  # tokens of a row that a prompt will come to, as far as that is known
     layer: int  # its index
     device: torch.device  # which computes
     placement: Placement  # of the cache
@@ -46,6 +50,8 @@ class RowTensors(Versioned):
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
             if offloaded and self.device.type != "cpu" and capacity > 0:
                 try:
+                    if self.device.type == "cuda":
+                        return pinned.make(shape, like.dtype, self.device)
                     return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=True)
                 except RuntimeError as error:  # the system limits it, or has none left
                     warn_once(
@@ -68,20 +74,20 @@ class RowTensors(Versioned):
     def _growth_share(self) -> float:
         return self.layer * GOLDEN % 1.0
 
-    def _count_needed(self, tokens: int) -> int:
-        """Tokens that a row has to have room for, to hold so many where it lies."""
-        return int(tokens * GROWTH**self._growth_share) if self.offloaded else tokens
-
     def _find_capacity(self, tokens: int, *, offloaded: bool) -> int:
-        """Tokens that a row gets room for, when it moves to hold so many."""
+        """Tokens that a row gets room for, when it moves to hold so many: a power of `growth` that is the layer's own.
+
+        Pinning takes long. So a prompt that is read at once has little more than it needs, and what outgrows that has
+        room for long.
+        """
+        growth, step, needed = self.growth, GRANULE, tokens
         if offloaded:
-            capacity = -(-(int(tokens * GROWTH**self._growth_share) + 1) // GRANULE) * GRANULE
-            sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in self.tensors]
-            room = min(transfers.count_pinned(capacity * size) // size for size in sizes if size)
-            return room // GRANULE * GRANULE
+            first, step = not self.capacity, PINNED_GRANULE
+            growth = PROMPT_GROWTH if first else PINNED_GROWTH
+            needed = max(tokens if first else math.ceil(PINNED_LEAST * tokens), self.expected)
         share = self._growth_share
-        growths = math.ceil(math.log(tokens / GRANULE, self.growth) - share) + share
-        return max(math.floor(self.growth**growths), -(-tokens // GRANULE)) * GRANULE
+        growths = math.ceil(math.log(needed / GRANULE, growth) - share) + share
+        return max(math.floor(growth**growths * (GRANULE // step)) * step, -(-needed // step) * step, GRANULE)
 
     def _is_to_leave(self, rows: int, capacity: int) -> bool:
         """Whether it is to move to host memory, or to stay there, instead of taking room for so many tokens of so many
@@ -132,6 +138,4 @@ class RowTensors(Versioned):
     @property
     def nbytes(self) -> int:
         """Bytes that `tensors` take, unused capacity included."""
-        pinned = [self.offloaded and tensor.is_pinned() for tensor in self.tensors]
-        sizes = [tensor.nbytes for tensor in self.tensors]
-        return sum(transfers.count_pinned(size) if block else size for size, block in zip(sizes, pinned, strict=True))
+        return sum(pinned.count_bytes(tensor) if self.offloaded else tensor.nbytes for tensor in self.tensors)

@@ -36,18 +36,22 @@ def make_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     """As `torch.empty`, but large tensors on the CPU have mappings of their own, in huge pages where the system has
     them (Linux)."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type == "cpu" and size >= WORTH and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # the process has all the mappings it may have, and malloc others
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones have small pages
-            with contextlib.suppress(OSError):  # a kernel without huge ones
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
+    if device.type == "cpu" and size >= WORTH and (memory := map_memory(size)) is not None:
+        return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def count_pinned(size: int) -> int:
-    """The block of `size` bytes that torch pins: a power of two (unless it is told otherwise)."""
-    return 1 << (size - 1).bit_length()
+def map_memory(size: int) -> mmap.mmap | None:
+    """`size` bytes of zeros, in huge pages where the system has them (Linux); None where it has not, or if the process
+    has all the mappings it may have, when malloc has others."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    with contextlib.suppress(OSError):
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones have small pages
+        with contextlib.suppress(OSError):  # a kernel without huge ones
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+    return None
 
 
 @functools.cache

@@ -69,6 +69,11 @@ def main() -> None:
     for capability, step in usual if few else rest:
         for recorder in step.record_launches():
             check(recorder, capability, step)
+    usual_near = [(90, Step(128, 128, 4, torch.bfloat16, 600))]
+    rest_near = [(80, Step(256, 64, 3, torch.float32, 600)), (89, Step(80, 80, 1, torch.float16, 600))]
+    for capability, step in usual_near if few else rest_near:
+        for recorder in step.record_near():
+            check(recorder, capability, step)
     usual_storing = [(90, Step(128, 128, 1, torch.bfloat16, 2000, 1.5, 8))]
     rest_storing = [(90, Step(128, 128, 1, torch.bfloat16, 2000, 1.5, 16))]
     rest_storing += [(80, Step(256, 64, 1, torch.float32, 2000, 4, rung)) for rung in (16, 8)]

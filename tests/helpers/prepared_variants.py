@@ -13,8 +13,9 @@ from models import prompt, tiny
 
 from eval.shared.compiling import KERNELS, specialize
 from qada_cache import QAdACache, StaticHeads, prepare
-from qada_cache.kernels import choice, decode_trial
+from qada_cache.kernels import choice, decode_trial, storing
 from qada_cache.kernels import triton as triton_decode
+from qada_cache.kernels.triton import storing as triton_storing
 from qada_cache.versions import pass_cache
 
 SCENES: dict[str, dict[str, Any]] = {
@@ -64,7 +65,9 @@ def main() -> None:
     seen: set[str] = set()
     for name in KERNELS:
         setattr(triton_decode, name, Launches(getattr(triton_decode, name), seen))
-    choice.AUTO_DEVICES = ("cpu",)
+    triton_storing.store_kernel = Launches(triton_storing.store_kernel, seen)
+    choice.AUTO_DEVICES = storing.AUTO_DEVICES = ("cpu",)
+    storing.find_storing_fault = lambda *_, **__: None
     choice.compiled_decode.supports = lambda *_: False
     choice.explain_unsupported = lambda *_: None
     model = tiny(num_hidden_layers=1, head_dim=16, max_position_embeddings=2**14)

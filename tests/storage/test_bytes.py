@@ -1,6 +1,7 @@
 """`stats()` tells the truth about bytes, and there are no more of them than there have to be."""
 
 import gc
+import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from qada_cache import QAdACache
 from qada_cache.sketch import count_segments
-from qada_cache.storage import ROOM_TOKENS
+from qada_cache.storage import ROOM_TOKENS, pinned
 from qada_cache.storage.row_tensors import GROWTH
 
 
@@ -55,8 +56,10 @@ def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int,
 
 
 def block_bytes(tensor: Tensor) -> int:
-    """What a tensor's storage takes, as torch pins memory."""
+    """What a tensor's storage takes: whole pages, or as torch pins memory."""
     size = tensor.untyped_storage().nbytes()
+    if tensor.untyped_storage().data_ptr() in pinned._held:
+        return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     return next(2**power for power in range(40) if 2**power >= size) if tensor.is_pinned() else size
 
 

@@ -1,0 +1,79 @@
+"""Which implementation stores a token and estimates its bulk's attention: Triton's kernel before its decode kernels, on
+a GPU once tried there; else torch."""
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..criterion import gaussian_log_bulk
+from ..said_once import warn_once
+from .choice import AUTO_DEVICES
+from .operands import Query
+from .reference import find_fault
+
+logger = logging.getLogger(__name__)
+BATCH, KV_HEADS, COLUMNS = 2, 3, 9  # of a trial
+Moments = tuple[Tensor, Tensor, Tensor]  # as `gaussian_log_bulk` takes them: mean, covariance and `log_tokens`
+
+
+class Storer(Protocol):
+    """`triton.storing.Storer`, made of near buffers and the number of query heads."""
+
+    def store(self, query: Query, place: int | Tensor, moments: Sequence[Moments]) -> None:
+        """Put `query.unstored` into column `place`; by `moments` `query.log_bulk` is estimated."""
+
+
+def make_storer(kernels: str, near_keys: Tensor, near_values: Tensor, heads: int) -> Storer | None:
+    """What stores tokens in these buffers, as of `Operands`, before Triton's decode kernel reads them; None: torch is
+    to. `kernels` is one of `choice.KINDS`."""
+    device, dim, value_dim = near_keys.device, near_keys.shape[3], near_values.shape[3]
+    if near_keys.dtype != near_values.dtype or (kernels == "auto" and device.type not in AUTO_DEVICES):
+        return None
+    from .triton import storing as triton_storing
+
+    group = heads // near_keys.shape[1]
+    if kernels == "auto" and (
+        (fault := find_storing_fault(
+            triton_storing.Storer, device, near_keys.dtype, group=group, dim=dim, value_dim=value_dim
+        )) is not None
+    ):  # fmt: skip
+        warn_once(logger, f"tokens are stored on {device} by torch's operations, not by Triton's kernel: {fault}")
+        return None
+    return triton_storing.Storer(near_keys, near_values, heads)
+
+
+@functools.cache
+def find_storing_fault(
+    make: type, device: torch.device, dtype: torch.dtype, *, group: int, dim: int, value_dim: int
+) -> str | None:
+    """The fault of a `triton.storing.Storer` on this device, as of `reference.find_fault`, by a made-up token; the
+    answer is kept for the process."""
+    made = torch.Generator("cpu").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made, dtype=torch.float32, device="cpu")
+
+    states, scaling = draw(BATCH, KV_HEADS * group, 1, dim).to(dtype), 1 / dim
+    new = [draw(BATCH, KV_HEADS, 1, size).to(dtype) for size in (dim, value_dim)]
+    near = [draw(BATCH, KV_HEADS, COLUMNS, size).to(dtype) for size in (dim, value_dim)]
+    # Of one prompt for all rows, and of one for each; the estimates of either are the larger ones of some heads.
+    moments = [
+        (draw(rows * KV_HEADS, 1, dim), draw(rows * KV_HEADS, dim, dim), 7 + draw(rows, 1, 1, 1)) for rows in (1, BATCH)
+    ]
+    told = [gaussian_log_bulk(states.float(), *each, kv_heads=KV_HEADS, scaling=scaling) for each in moments]
+    expected = [part.clone() for part in near]
+    for held, part in zip(expected, new, strict=True):
+        held[:, :, 4:5] = part
+
+    def compute() -> tuple[Tensor, ...]:
+        held = [part.to(device) for part in near]
+        query = Query(states.to(device), scaling, unstored=(new[0].to(device), new[1].to(device)))
+        make(*held, KV_HEADS * group).store(query, 4, [tuple(part.to(device) for part in each) for each in moments])
+        assert query.log_bulk is not None
+        return tuple(part.cpu() for part in (query.log_bulk, *held))
+
+    return find_fault(compute, (torch.fmax(*told), *expected))
