@@ -18,11 +18,13 @@ from ..sketch.coded import (
     decode_values,
     estimate_keys,
 )
+from . import row_tensors
 from .bulk import Bulk, Tokens
 from .bulk_sketch import SEGMENTS, TOKENS
 from .reopened import ReopenedSegment, cut_segments
 
-STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush
+STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush, but:
+LEAST = 128  # for which there is room where room is to last
 
 
 class CodedBulk(Bulk):
@@ -268,10 +270,15 @@ class CodedBulk(Bulk):
 
     @torch.inference_mode(False)  # as in `_allocate`
     def _fit_beside(self) -> None:
-        """Before something is written there: have room for the tokens beside the records, and not much more, unlent."""
+        """Before something is written there: have room for the tokens beside the records, unlent, and not much more. On
+        a device that replays graphs room is for as many as can ever be there, or doubles, and stays."""
         tokens = max(map(sub, self.lengths, self.stored), default=0)
+        sketched = max(self.lengths, default=0) >= MIN_TOKENS
         room = -(-tokens // STEP) * STEP
-        rooms = room, room, room if max(self.lengths, default=0) >= MIN_TOKENS else 0
+        if self.device.type in row_tensors.REPLAYING and tokens:
+            most = SEGMENT_TOKENS + LAST_TOKENS if sketched else LEAST
+            room = max(self.beside[0].shape[2], most if tokens <= most else 1 << (tokens - 1).bit_length())
+        rooms = room, room, room if sketched else 0
         if [held.shape[2] for held in self.beside] == [*rooms] and not self.lent_bytes:
             return
         fitted = []

@@ -16,6 +16,9 @@ from .versioned import Buffer, Versioned
 
 logger = logging.getLogger(__name__)
 GRANULE = 256  # tokens; capacities are multiples of it
+# Devices whose steps are replays of a graph, which ends where a buffer is replaced. So there are few lengths at which
+# layers grow: twice the last one up to so many granules, and then multiples of these, or of 1/32 of the tokens.
+REPLAYING, GRANULES = ("cuda",), 4
 GROWTH = 1.25  # a store has room for at most this multiple of its tokens when it moves; pinned blocks for more
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 
@@ -68,20 +71,33 @@ class RowTensors(Versioned):
     def _growth_share(self) -> float:
         return self.layer * GOLDEN % 1.0
 
+    def _find_granule(self, tokens: int) -> int:
+        """What a row that holds so many tokens has room for is a multiple of it."""
+        if self.device.type not in REPLAYING:
+            return GRANULE
+        doubled = GRANULE << ((tokens - 1) // GRANULE).bit_length()
+        return max(min(doubled, GRANULES * GRANULE), doubled // 32)
+
     def _count_needed(self, tokens: int) -> int:
         """Tokens that a row has to have room for, to hold so many where it lies."""
-        return int(tokens * GROWTH**self._growth_share) if self.offloaded else tokens
+        return self._count_offloaded(tokens) if self.offloaded else tokens
+
+    def _count_offloaded(self, tokens: int) -> int:
+        """Likewise in host memory, where layers leave pinned blocks before these are full."""
+        if self.device.type in REPLAYING:
+            tokens = -(-tokens // self._find_granule(tokens)) * self._find_granule(tokens)
+        return int(tokens * GROWTH**self._growth_share)
 
     def _find_capacity(self, tokens: int, *, offloaded: bool) -> int:
         """Tokens that a row gets room for, when it moves to hold so many."""
         if offloaded:
-            capacity = -(-(int(tokens * GROWTH**self._growth_share) + 1) // GRANULE) * GRANULE
+            capacity = -(-(self._count_offloaded(tokens) + 1) // GRANULE) * GRANULE
             sizes = [t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in self.tensors]
             room = min(transfers.count_pinned(capacity * size) // size for size in sizes if size)
             return room // GRANULE * GRANULE
-        share = self._growth_share
+        share, granule = self._growth_share, self._find_granule(tokens)
         growths = math.ceil(math.log(tokens / GRANULE, self.growth) - share) + share
-        return max(math.floor(self.growth**growths), -(-tokens // GRANULE)) * GRANULE
+        return max(math.floor(self.growth**growths * GRANULE / granule), -(-tokens // granule)) * granule
 
     def _is_to_leave(self, rows: int, capacity: int) -> bool:
         """Whether it is to move to host memory, or to stay there, instead of taking room for so many tokens of so many
