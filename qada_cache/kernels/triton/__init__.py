@@ -91,10 +91,10 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": tensor.shape[3], "UNIT": unit}
     warps = _count_warps(sizes)
     found |= {"TERMS": TERMS[dtype], "num_warps": warps, "maxnreg": RECORD_REGISTERS[warps]}
-    if many or TERMS[dtype] > 1 or layout.dim < sizes["BLOCK_D"] or layout.key_bits > 4:
+    copied = tensor.shape[3] // 4 if tensor.device.type in COPIED else 0
+    if many or TERMS[dtype] > 1 or layout.dim < sizes["BLOCK_D"] or copied:
         found["maxnreg"] = MOST_REGISTERS
     tokens = max(16, min(64, RECORD_SCORES // sizes["BLOCK_G"]))
-    copied = tensor.shape[3] // 4 if tensor.device.type in COPIED else 0
     found |= {"COPY": triton.next_power_of_2(copied), "BLOCK_R": tokens}
     return found | {"UNPACKED": tokens * (sizes["BLOCK_D"] // 4 + sizes["BLOCK_V"] // 2 + copied)}
 

@@ -194,7 +194,7 @@ def attend_records(
     p_copies = p_other + BLOCK_N * (BLOCK_V // 2)
     p_codes = p_unpacked.to(tl.pointer_type(tl.int8)) + o_block[:, None] * BLOCK_D + o_dim[None, :]
     p_values = p_other.to(tl.pointer_type(tl.bfloat16)) + o_block[:, None] * BLOCK_V + o_value[None, :]
-    for start in range(0, count, BLOCK_N):
+    for start in tl.range(0, count, BLOCK_N, num_stages=1):  # a pipeline would read ahead of what is written
         m_tokens = start + o_block < count
         o_tokens = tl.load(p_index + start + o_block, mask=m_tokens, other=0).to(tl.int64)
         m_scores = m_flags[:, None] & m_tokens[None, :]

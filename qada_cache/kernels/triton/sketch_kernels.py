@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from .blocks import attend_tokens, load_query, rotate, store_part
-from .estimate_kernels import score_selected
 from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_segments
+from .score_kernels import score_selected
 
 
 # They grow with the bulk.
@@ -34,7 +34,8 @@ def selected_kernel(
     BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, COPY: tl.constexpr, UNPACKED: tl.constexpr, UNIT: tl.constexpr,
-    TERMS: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
+    TERMS: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr,
+    ONES: tl.constexpr, ROWS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
