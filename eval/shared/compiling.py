@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -23,7 +24,7 @@ from qada_cache.kernels.triton import coding, deriving, recording, storing
 from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.sketch import SEGMENT_TOKENS, Layout, find_segment_start
 from qada_cache.sketch.codec import Sketch, list_fields
-from qada_cache.sketch.coded import RecordLayout, Records
+from qada_cache.sketch.coded import STRIDES, RecordLayout, Records
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
@@ -72,7 +73,8 @@ class Step:
             layer.sketch_read_bytes = torch.zeros((), dtype=torch.int64, **size)
         if records:
             rooms = self.capacity, stored
-            tensors = [torch.zeros(BATCH, KV_HEADS, room, records.size, dtype=torch.uint8, **size) for room in rooms]
+            stride = records.find_stride(torch.device("cuda"))
+            tensors = [torch.zeros(BATCH, KV_HEADS, room, stride, dtype=torch.uint8, **size) for room in rooms]
             layer.records = Records(*tensors, torch.ones(KV_HEADS, self.dim, dtype=torch.float32, **size), records)
         return query, rows, layer
 
@@ -117,7 +119,8 @@ def _record(kernels: dict[Any, tuple[str, ...]], launch: Callable[[], Any]) -> l
     try:
         for (module, name), recorder in recorders.items():
             setattr(module, name, recorder)
-        launch()
+        with mock.patch.dict(STRIDES, cpu=STRIDES["cuda"]):  # which these tensors stand for
+            launch()
     finally:
         for (module, name), recorder in recorders.items():
             setattr(module, name, recorder.kernel)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..said_once import warn_once
 from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, Layout
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
-from ..sketch.coded import RUNGS, RecordLayout, code_tokens, estimate_keys
+from ..sketch.coded import RUNGS, RecordLayout, code_tokens, estimate_keys, fit_records
 from .choice import AUTO_DEVICES, explain_unsupported
 from .reference import find_fault
 
@@ -96,7 +96,7 @@ def find_coding_fault(
                 coder.record(sketch, rows, first, of_keys, of_values, *told)
                 for first, (of_keys, of_values) in enumerate(zip(*held, strict=True))
             ]
-            there["records"] = torch.cat(coded, dim=2)
+            there["records"] = fit_records(torch.cat(coded, dim=2), records.size)
         return _reduce_to_compared({name: there[name].cpu() for name in expected}, expected)
 
     return find_fault(compute, _reduce_to_compared(expected, expected))

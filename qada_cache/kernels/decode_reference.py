@@ -106,5 +106,5 @@ def _count(layer: Operands, tokens: Tensor, length: int) -> None:
         return
     token_bytes = sum(part.shape[3] * part.element_size() for part in (layer.bulk_keys, layer.bulk_values))
     if layer.records is not None and length >= MIN_TOKENS:
-        token_bytes = layer.records.layout.size
+        token_bytes = layer.records.tensor.shape[3]
     layer.bulk_read_bytes += len(tokens) * token_bytes

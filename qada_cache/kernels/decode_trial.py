@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..sketch import MIN_TOKENS, Layout, count_closed
 from ..sketch.codec import Sketch
-from ..sketch.coded import RecordLayout, Records, code_tokens, find_query_weights
+from ..sketch.coded import RecordLayout, Records, code_tokens, find_query_weights, fit_records
 from .decode_reference import decode_step, predict_keys
 from .operands import Operands, Query, Rows
 from .reference import find_fault
@@ -46,7 +46,7 @@ def find_decode_fault(
     The trial takes both group rules. Decisions are clear, so that no rounding changes them, and tokens that are not to
     be read are nan.
     """
-    scene = _make_scene(dtype, group, dim, value_dim, layout, records)
+    scene = _make_scene(device, dtype, group, dim, value_dim, layout, records)
     for group_rule in ("any", "head"):
         scene["group_rule"] = group_rule
         expected = _compute(decode_step, scene, torch.device("cpu"))
@@ -89,9 +89,16 @@ def _compute(
 
 
 def _make_scene(
-    dtype: torch.dtype, group: int, dim: int, value_dim: int, layout: Layout | None, records: RecordLayout | None
+    device: torch.device,
+    dtype: torch.dtype,
+    group: int,
+    dim: int,
+    value_dim: int,
+    layout: Layout | None,
+    records: RecordLayout | None,
 ) -> dict[str, Any]:
-    """What `Query`, `Rows` and `Operands` take, on the host, but for the group rule and what is counted.
+    """What `Query`, `Rows` and `Operands` take, on the host, but for the group rule and what is counted; records lie as
+    `device` has them.
 
     Every KV head has a direction, in which its queries point, and keys lie along it or against it. Those of the first
     KV head find their keys nearby, those of the second far away, most of all in every third token. In the group of the
@@ -148,9 +155,10 @@ def _make_scene(
         weights = find_query_weights(energies, dim, bulk_keys.device)
         held = bulk_keys[first, :, :length], bulk_values[first, :, :length]
         coded = code_tokens(*held, predict_keys(kwargs["sketch"], first, length), weights, records)
+        coded = fit_records(coded, records.find_stride(device))
         parts = coded[:, :, :closed], coded[:, :, closed:]
         stored, following = [
-            coded.new_full((batch, KV_HEADS, part.shape[2] + 41, records.size), NOTHING) for part in parts
+            coded.new_full((batch, KV_HEADS, part.shape[2] + 41, part.shape[3]), NOTHING) for part in parts
         ]
         for tensor, part in zip((stored, following), parts, strict=True):
             tensor[first, :, : part.shape[2]] = part

@@ -204,7 +204,8 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
             raise OperandError("codes", describe(layer.sketch.codes), f"of 1 to {dim // BLOCK} words")
         room = layer.bulk_keys.shape[2] if (records := layer.records) is None else 0
         if records is not None:
-            size, recorded, following = records.layout.size, records.tensor.shape[2], records.open.shape[2]
+            size, recorded = records.layout.find_stride(device), records.tensor.shape[2]
+            following = records.open.shape[2]
             place = device if records.tensor.device == device else torch.device("cpu")
             expected.append(("records", records.tensor, torch.uint8, (held, kv_heads, recorded, size), place))
             expected.append(("open_records", records.open, torch.uint8, (held, kv_heads, following, size), device))

@@ -11,7 +11,7 @@ from ..cache import QAdACache
 from ..models import find_inputs_device
 from ..sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, Layout
 from ..sketch.codec import has_whole_order, list_fields
-from ..sketch.coded import RecordLayout
+from ..sketch.coded import RecordLayout, fit_records
 from ..state import Options
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
@@ -92,6 +92,7 @@ def _count_whole(stores: Sequence[TokenStore], row: int, tokens: int) -> int:
 def _copy_part(store: TokenStore, row: int, start: int, stop: int, segment: int | None) -> dict[str, Tensor]:
     """A file's tensors of one layer, on the host: those of a closed segment, or of tokens as the model made them."""
     bulk, own = store.bulk, slice(row, row + 1)
+    assert isinstance(bulk, CodedBulk)
     first = start if segment is None else stop - SEGMENT_TOKENS
     keys, values = store.copy_tokens(own, start, stop if segment is None else first)
     found = {"keys": keys[0].cpu(), "values": values[0].cpu()}
@@ -102,7 +103,7 @@ def _copy_part(store: TokenStore, row: int, start: int, stop: int, segment: int 
         code = bulk.sketch.find_segment(row, segment)
         assert code is not None  # as it is closed
         found |= {name: code[name].cpu() for name in CODES}
-        found["records"] = bulk.tensors[0][row, :, at : at + SEGMENT_TOKENS].cpu()
+        found["records"] = bulk.tensors[0][row, :, at : at + SEGMENT_TOKENS, : bulk.layout.size].cpu().contiguous()
     return found
 
 
@@ -166,7 +167,8 @@ def _fill(store: TokenStore, segments: Sequence[dict[str, Tensor]], behind: Sequ
         near[:, :, store.sinks : store.sinks + store.window] = part[:, :, beside:least]
     store.end = store.window
     store.lengths, store.flushed = [store.sinks + coded + least], [store.sinks + coded + beside]
-    bulk.fill(None, (torch.cat([each["records"] for each in segments], dim=1)[None],), [coded])
+    records = torch.cat([each["records"] for each in segments], dim=1)[None]
+    bulk.fill(None, (fit_records(records, bulk.stride),), [coded])
     bulk.put_beside(keys[:, :, :beside], values[:, :, :beside], [coded + beside])
     sketch.adopt(bulk, 0, segments)
     sketch.append_from(bulk, slice(0, 1))

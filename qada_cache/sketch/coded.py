@@ -20,6 +20,7 @@ RECORD_BITS = (8, 6, 5, 4, 3)  # of a value
 RUNGS = {8: (5, 6), 4: (4, 4)}
 SCALE = torch.bfloat16  # the dtype of scales: its range is that of all models' dtypes
 ALIGNMENT = 4  # bytes
+STRIDES = {"cuda": 64}  # bytes, by the type of the device that computes: records begin at multiples there
 WIDE = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}  # of as many bytes as a plane's byte has values
 
 
@@ -59,18 +60,30 @@ class RecordLayout:
 
     @property
     def size(self) -> int:
-        """Bytes of a record."""
+        """Bytes of a record, as files have it."""
         return -(-(2 * SCALE.itemsize + self.key_bytes + self.value_bytes) // ALIGNMENT) * ALIGNMENT
+
+    def find_stride(self, device: torch.device) -> int:
+        """Bytes from one record to the next where `device` computes, behind a record zeros. What crosses a bus begins
+        with a line of it, and takes no more of them than there have to be."""
+        step = STRIDES.get(device.type, ALIGNMENT)
+        return -(-self.size // step) * step
 
 
 @dataclass(eq=False)
 class Records:
     """Of each row's bulk of `MIN_TOKENS` and more, for kernels."""
 
-    tensor: Tensor  # uint8 `[batch, kv_heads, capacity, size]`: of closed segments
-    open: Tensor  # likewise, `[batch, kv_heads, room, size]` on the compute device: of the tokens that follow
+    tensor: Tensor  # uint8 `[batch, kv_heads, capacity, stride]`: of closed segments
+    open: Tensor  # likewise, `[batch, kv_heads, room, stride]` on the compute device: of the tokens that follow
     weights: Tensor  # `m`, float32 `[kv_heads, dim]`
     layout: RecordLayout
+
+
+def fit_records(records: Tensor, stride: int) -> Tensor:
+    """The same records, `stride` bytes apart."""
+    more = stride - records.shape[-1]
+    return torch.nn.functional.pad(records, (0, more)) if more else records
 
 
 def list_planes(bits: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..files.private_map import PrivateMap
 from ..files.tensor_file import PaddedTensor
 from ..sketch import count_closed
-from ..sketch.coded import RecordLayout
+from ..sketch.coded import RecordLayout, fit_records
 from ..storage import PENDING_TOKENS
 from ..storage.coded_bulk import CodedBulk
 from ..storage.padding import NONE, Padding
@@ -47,7 +47,7 @@ def record_layer(layer: QAdALayer) -> dict[str, Any]:
     room, beside = bulk.capacity if any(bulk.stored) else 0, bulk.lengths
     held: dict[str, Any] = {}
     if isinstance(bulk, CodedBulk):
-        held[RECORDS] = PaddedTensor(bulk.tensors[0], bulk.stored, room)
+        held[RECORDS] = PaddedTensor(bulk.tensors[0][..., : bulk.layout.size], bulk.stored, room)
         beside = list(map(operator.sub, bulk.lengths, bulk.stored))
         room = max(beside, default=0)
         if any(bulk.reopened):
@@ -90,7 +90,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         store.exact, store.alike = record["exact"], record["alike"]
         bulk, (keys, values), stored = store.bulk, (record[name] for name in BULK), record["stored"]
         if isinstance(bulk, CodedBulk):
-            bulk.fill(source, (record[RECORDS],), list(map(count_closed, stored)))
+            bulk.fill(source, (fit_records(record[RECORDS], bulk.stride),), list(map(count_closed, stored)))
             bulk.put_beside(keys, values, stored)
             if "reopened" in record and bulk.sketch is not None:  # which old files lack, and those without crops
                 rooms = [length - store.sinks - first for length, first in zip(store.lengths, bulk.stored, strict=True)]

@@ -10,24 +10,19 @@ from torch import Tensor
 
 from ..kernels.cpu.recording import code_records, decode_records
 from ..sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, count_closed, count_segments
-from ..sketch.coded import (
-    RecordLayout,
-    Records,
-    code_tokens,
-    decode_keys,
-    decode_values,
-    estimate_keys,
-)
+from ..sketch.coded import RecordLayout, Records, code_tokens, decode_keys, decode_values, estimate_keys, fit_records
+from . import row_tensors
 from .bulk import Bulk, Tokens
 from .bulk_sketch import SEGMENTS, TOKENS
 from .reopened import ReopenedSegment, cut_segments
 
-STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush
+STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush, but:
+LEAST = 128  # for which there is room where room is to last
 
 
 class CodedBulk(Bulk):
-    """Its tensors are the records of closed segments, uint8 `[batch, kv_heads, capacity, size]`. `beside` them, on the
-    compute device, are keys and values of the tokens that follow, as the model made them, and their records. Copies
+    """Its tensors are the records of closed segments, uint8 `[batch, kv_heads, capacity, stride]`. `beside` them, on
+    the compute device, are keys and values of the tokens that follow, as the model made them, and their records. Copies
     share these until they are written.
 
     A record says how a key differs from what the sketch says of it, so tokens are coded when the sketch codes them: the
@@ -40,7 +35,7 @@ class CodedBulk(Bulk):
 
     def __init__(self, keys: Tensor, values: Tensor, *, layout: RecordLayout, **options: Any) -> None:
         """As `Bulk`; `layout` is of its records. It takes tokens once it has a `sketch`."""
-        self.layout = layout
+        self.layout, self.stride = layout, layout.find_stride(keys.device)
         self._holders: WeakSet[CodedBulk] = WeakSet([self])  # who has the tensors `beside`
         # Of each row, the segments that follow closed ones, as far as its tokens were in closed ones before a crop.
         self.reopened: list[tuple[ReopenedSegment, ...]] = [()] * keys.shape[0]
@@ -50,7 +45,7 @@ class CodedBulk(Bulk):
     def _start(self, keys: Tensor, values: Tensor) -> None:
         batch, kv_heads = keys.shape[:2]
         with torch.inference_mode(False):  # as in `_allocate`
-            records = keys.new_empty(batch, kv_heads, 0, self.layout.size, dtype=torch.uint8)
+            records = keys.new_empty(batch, kv_heads, 0, self.stride, dtype=torch.uint8)
             self.beside = *(like.new_empty(batch, kv_heads, 0, like.shape[3]) for like in (keys, values)), records
         self.lengths = [0] * batch
         self.adopt(None, self._allocate(records, 0), lengths=[0] * batch)
@@ -140,7 +135,7 @@ class CodedBulk(Bulk):
             held = {name: part[row] for name, part in made.items()}
             places = enumerate(segments[: made["units"].shape[2]])
             kept += [(row, i, each) for i, each in places if each.put_sketch(i, keys[row], *told, held)]
-        records = self._record(rows, keys, values, made)
+        records = fit_records(self._record(rows, keys, values, made), self.stride)
         for row, index, segment in kept:
             segment.put_records(index, records[row])
         return records, kept
@@ -164,7 +159,7 @@ class CodedBulk(Bulk):
 
     def count_beside_bytes(self, row: int, *, coded: bool) -> int:
         """As `Bulk`."""
-        return self.layout.size if coded and self.lengths[row] >= MIN_TOKENS else self.token_bytes
+        return self.stride if coded and self.lengths[row] >= MIN_TOKENS else self.token_bytes
 
     def decode(
         self, rows: slice, heads: slice, tokens: Tokens, stored: tuple[Tensor, ...], *, coded: bool = False
@@ -229,8 +224,9 @@ class CodedBulk(Bulk):
             assert self.sketch is not None
             held = self.sketch.find_segment(row, start // SEGMENT_TOKENS) or {}
             sketch = {name: part if name in TOKENS else part[:, 0] for name, part in held.items()}
-            told = self.tensors[0][row, :, start : start + SEGMENT_TOKENS], start // SEGMENT_TOKENS in self.recoded[row]
-            yield ReopenedSegment(sketch, *told).copy(self.device, stop - start)
+            records = self.tensors[0][row, :, start : start + SEGMENT_TOKENS, : self.layout.size]
+            again = start // SEGMENT_TOKENS in self.recoded[row]
+            yield ReopenedSegment(sketch, records, again).copy(self.device, stop - start)
 
     @torch.inference_mode(False)  # as in `_allocate`
     def select_rows(self, index: list[int]) -> None:
@@ -244,9 +240,12 @@ class CodedBulk(Bulk):
 
     def take(self, other: Bulk) -> None:
         """As `Bulk`; the sketch is to follow."""
-        super().take(other)
         assert isinstance(other, CodedBulk)
-        self._hold(*(held.to(self.device, copy=True) for held in other.beside))
+        other._wait_for_readers()
+        other.tensors = (fit_records(other.tensors[0], self.stride),)
+        super().take(other)
+        keys, values, records = (held.to(self.device, copy=True) for held in other.beside)
+        self._hold(keys, values, fit_records(records, self.stride))
         self.lengths = other.lengths
         self.reopened = [tuple(each.copy(self.device) for each in segments) for segments in other.reopened]
         self.recoded = other.recoded
@@ -268,10 +267,15 @@ class CodedBulk(Bulk):
 
     @torch.inference_mode(False)  # as in `_allocate`
     def _fit_beside(self) -> None:
-        """Before something is written there: have room for the tokens beside the records, and not much more, unlent."""
+        """Before something is written there: have room for the tokens beside the records, unlent, and not much more. On
+        a device that replays graphs room is for as many as can ever be there, or doubles, and stays."""
         tokens = max(map(sub, self.lengths, self.stored), default=0)
+        sketched = max(self.lengths, default=0) >= MIN_TOKENS
         room = -(-tokens // STEP) * STEP
-        rooms = room, room, room if max(self.lengths, default=0) >= MIN_TOKENS else 0
+        if self.device.type in row_tensors.REPLAYING and tokens:
+            most = SEGMENT_TOKENS + LAST_TOKENS if sketched else LEAST
+            room = max(self.beside[0].shape[2], most if tokens <= most else 1 << (tokens - 1).bit_length())
+        rooms = room, room, room if sketched else 0
         if [held.shape[2] for held in self.beside] == [*rooms] and not self.lent_bytes:
             return
         fitted = []

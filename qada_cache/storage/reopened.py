@@ -73,10 +73,10 @@ class ReopenedSegment:
         return bool((off.square().sum(dim=(-2, -1)) <= left * (off.shape[1] + keys.shape[1])).all())
 
     def put_records(self, index: int, records: Tensor) -> None:
-        """Put its tokens' records in their place among those of all tokens `[kv_heads, tokens, size]`, as for
+        """Put its tokens' records in their place among those of all tokens `[kv_heads, tokens, stride]`, as for
         `put_sketch`."""
         place = records[:, index * SEGMENT_TOKENS :][:, : self.tokens]
-        place.copy_(self.records[:, : place.shape[1]])
+        place[..., : self.records.shape[2]] = self.records[:, : place.shape[1]]
 
     @property
     def record(self) -> dict[str, Any]:

@@ -20,6 +20,9 @@ GROWTH = 1.25  # a store has room for at most this multiple of its tokens when i
 # Likewise where it is offloaded: with its first tokens; and later, when it has room for at least `PINNED_LEAST` times
 # its tokens, and at most for both growths of them.
 PROMPT_GROWTH, PINNED_GROWTH, PINNED_LEAST, PINNED_GRANULE = 1.1, 1.5, 1.2, 64
+# Devices whose steps are replays of a graph, which ends where a buffer is replaced. So all layers grow at the same, few
+# lengths: twice the last one up to so many granules, and then multiples of these, or of 1/32 of the tokens.
+REPLAYING, GRANULES = ("cuda",), 4
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 
 
@@ -72,7 +75,14 @@ class RowTensors(Versioned):
 
     @property
     def _growth_share(self) -> float:
-        return self.layer * GOLDEN % 1.0
+        return 0.0 if self.device.type in REPLAYING else self.layer * GOLDEN % 1.0
+
+    def _find_granule(self, tokens: int) -> int:
+        """What a row that holds so many tokens has room for is a multiple of it."""
+        if self.device.type not in REPLAYING:
+            return GRANULE
+        doubled = GRANULE << ((tokens - 1) // GRANULE).bit_length()
+        return max(min(doubled, GRANULES * GRANULE), doubled // 32)
 
     def _find_capacity(self, tokens: int, *, offloaded: bool) -> int:
         """Tokens that a row gets room for, when it moves to hold so many: a power of `growth` that is the layer's own.
@@ -82,12 +92,15 @@ class RowTensors(Versioned):
         """
         growth, step, needed = self.growth, GRANULE, tokens
         if offloaded:
+        if offloaded:
             first, step = not self.capacity, PINNED_GRANULE
             growth = PROMPT_GROWTH if first else PINNED_GROWTH
             needed = max(tokens if first else math.ceil(PINNED_LEAST * tokens), self.expected)
+        if self.device.type in REPLAYING:
+            step = self._find_granule(needed)
         share = self._growth_share
         growths = math.ceil(math.log(needed / GRANULE, growth) - share) + share
-        return max(math.floor(growth**growths * (GRANULE // step)) * step, -(-needed // step) * step, GRANULE)
+        return max(math.floor(growth**growths * GRANULE / step) * step, -(-needed // step) * step, GRANULE)
 
     def _is_to_leave(self, rows: int, capacity: int) -> bool:
         """Whether it is to move to host memory, or to stay there, instead of taking room for so many tokens of so many

@@ -9,7 +9,7 @@ from record_reference import decoded, predicted
 from torch import Tensor
 
 from qada_cache.sketch import count_closed
-from qada_cache.sketch.coded import RecordLayout, Records, code_tokens
+from qada_cache.sketch.coded import RecordLayout, Records, code_tokens, fit_records
 
 NOTHING = 255  # a byte of records that are not read: as a scale, nan
 
@@ -53,8 +53,14 @@ class RecordScene(Scene):
                 self.keys[row][head, tokens] = known + weighed / self.weights[head].double()
                 self.values[row][head, tokens] = sums
 
+    def place(self, device: str) -> None:
+        """Have records lie as `device` has them."""
+        stride = self.layout.find_stride(torch.device(device))
+        self.records, self.open_records = (fit_records(each, stride) for each in (self.records, self.open_records))
+
     def record_arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
         """Of what `step_of` takes, what holds tokens: on `device`, closed segments perhaps in pinned memory."""
+        self.place(device)
         held = self.records.pin_memory() if pin else self.records.to(device)
         return {"records": Records(held, self.open_records.to(device), self.weights.to(device), self.layout)}
 
@@ -68,7 +74,7 @@ class RecordScene(Scene):
                 if row in self.sketched_rows():
                     self.records[row, head, :closed][~read[:closed]] = NOTHING
                     self.open_records[row, head, : count - closed][~read[closed:]] = NOTHING
-                    needed += int(read.sum()) * self.layout.size
+                    needed += int(read.sum()) * self.records.shape[3]
                     continue
                 for held in self.stored:
                     held[row, head, :count][~read] = torch.nan

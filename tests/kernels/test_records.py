@@ -36,6 +36,7 @@ def run(path: Path, scene: RecordScene, *, token_threshold: float, **decision: A
     """Compute, and compare flags, outputs and bytes read with float64's; what is not to be read is nan. By one thread,
     and by so many that heads are split."""
     function, device = path
+    scene.place(device)
     decision = {"criterion": "dense"} | decision
     flags = scene.flags(**decision)
     selected = scene.selected(flags, token_threshold) if token_threshold else {}

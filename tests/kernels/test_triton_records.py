@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import OperandError
-from qada_cache.sketch import selection
+from qada_cache.sketch import coded, selection
 from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import Records
 
@@ -100,6 +100,19 @@ def test_from_no_token_to_all(path: Path, token_threshold: float, expected: floa
 @EVERY
 def test_padding(path: Path) -> None:
     run(path, RecordScene(bulk=BULK, padding=(0, 3), bits=2), token_threshold=1.0)
+
+
+@pytest.mark.parametrize("path", [KERNEL])
+@pytest.mark.parametrize(("dim", "copied", "step"), [(128, (), 64), (80, (), 4), (80, ("cpu",), 64)])
+def test_where_records_lie(
+    path: Path, dim: int, copied: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a bus or behind it, and at multiples of how many bytes."""
+    monkeypatch.setattr(triton_decode, "COPIED", copied)
+    monkeypatch.setitem(coded.STRIDES, "cpu", step)
+    sizes = {"dim": dim, "value_dim": dim, "dtype": torch.bfloat16}
+    scene = RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, group=4, **sizes)
+    run(path, scene, token_threshold=scene.token_threshold())
 
 
 @EVERY

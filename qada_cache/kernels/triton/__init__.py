@@ -49,8 +49,8 @@ ESTIMATE_HEADS = 8  # query heads that are prepared, and whose scores are estima
 ESTIMATES = 1024  # scores that are
 ESTIMATE_TOKENS = 512  # of a split of estimates, at least about
 PREPARED_LINES = 16  # queries that are prepared at once, of a head and a segment each; a power of two
-UNPACKED_BYTES = 4096  # of records in the registers of a program, a byte a value
 RECORD_SCORES = 1024  # of tokens whose records are read at once
+COPIED = ("cpu",)  # devices whose records come over a bus, by whole ones
 TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 NEAR_BYTES = 32768  # likewise, of the near buffer, where programs are few
@@ -67,6 +67,7 @@ MOST_REGISTERS = 255  # where fewer would spill, or programs are few
 # Of a sketch, what queries are prepared by.
 CODING = "noise", "variances", "centres", "order", "weights", "slopes", "slope_units"
 find_coding, NO_CODING = attrgetter(*CODING), (None,) * len(CODING)
+RECORD_SIZES = "KEY_BITS", "VALUE_BITS", "RECORD", "COPY", "UNPACKED", "UNIT", "TERMS", "BLOCK_R"
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are in flight as in the default 3
 
@@ -94,19 +95,22 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
     """What `selected_kernel` is to know of records, and how many warps and registers it takes."""
     many = sizes["BLOCK_G"] > 16
     if records is None:
-        nothing: dict[str, Any] = dict.fromkeys(("KEY_BITS", "VALUE_BITS", "RECORD", "UNIT", "TERMS", "BLOCK_R"), 0)
+        nothing: dict[str, Any] = dict.fromkeys(RECORD_SIZES, 0)
         registers = MOST_REGISTERS if many or sizes["G"] == 1 or _count_warps(sizes) > 4 else SELECTED_REGISTERS
         # Of float32, with any number, registers spill.
         return nothing | {"num_warps": 4, "maxnreg": registers if dtype.itemsize == 2 else None}
-    layout, values = records.layout, max(sizes["BLOCK_D"], sizes["BLOCK_V"])
+    layout, tensor = records.layout, records.tensor
     # Planes of one bit begin at whole words, as all then do, or at whole bytes.
     unit = WORD_BITS if layout.dim % WORD_BITS == layout.value_dim % WORD_BITS == 0 else 8
-    found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": layout.size, "UNIT": unit}
+    found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": tensor.shape[3], "UNIT": unit}
     warps = _count_warps(sizes)
     found |= {"TERMS": TERMS[dtype], "num_warps": warps, "maxnreg": RECORD_REGISTERS[warps]}
-    if many or TERMS[dtype] > 1 or layout.dim < sizes["BLOCK_D"] or layout.key_bits > 4:
+    copied = tensor.shape[3] // 4 if tensor.device.type in COPIED else 0
+    if many or TERMS[dtype] > 1 or layout.dim < sizes["BLOCK_D"] or copied:
         found["maxnreg"] = MOST_REGISTERS
-    return found | {"BLOCK_R": max(16, min(32, UNPACKED_BYTES // values, RECORD_SCORES // sizes["BLOCK_G"]))}
+    tokens = max(16, min(64, RECORD_SCORES // sizes["BLOCK_G"]))
+    found |= {"COPY": triton.next_power_of_2(copied), "BLOCK_R": tokens}
+    return found | {"UNPACKED": tokens * (sizes["BLOCK_D"] // 4 + sizes["BLOCK_V"] // 2 + copied)}
 
 
 def _find_sizes(query: Query, layer: Operands) -> dict[str, int]:
@@ -218,6 +222,7 @@ class BoundLaunches:
             }
         if records is not None:
             parts["turned"] = torch.int32, batch * heads * (dim + 1)
+            parts["unpacked"] = torch.int32, batch * kv_heads * splits * selecting["UNPACKED"]
             self._record_rooms = records.tensor.shape[2], records.open.shape[2]
         self._scratch = Scratch(**parts)
         self._near_strides = *layer.near_keys.stride()[:3], *layer.near_values.stride()[:3]
@@ -288,8 +293,8 @@ class BoundLaunches:
                     selected_kernel, (self._splits, *self._grid), variant,
                     states, turned, *of_codes, layer.bulk_keys, layer.bulk_values,
                     *((None, None) if records is None else (records.tensor, records.open)), lengths,
-                    layer.bulk_read_bytes, tokens, flags, shared("estimates"), shared("sums"), shared("index"), parts,
-                    lse, shared("unread"),
+                    layer.bulk_read_bytes, tokens, flags, shared("estimates"), shared("sums"), shared("index"),
+                    shared("unpacked"), parts, lse, shared("unread"),
                     sketch.mean_value, along, out, done, marks,
                     *self._bulk_strides, s_length, *self._sketch_strides, s_marks, self._room, *self._record_rooms,
                     self._sums, self._turn, self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,

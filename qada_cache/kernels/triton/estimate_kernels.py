@@ -2,14 +2,14 @@
 
 Queries are weighed, rotated and rounded once for each segment, by `prepare_segments`. A lane of `estimate_kernel` then
 has whole tokens to itself: a word holds four values of eight bits or less, side by side after a shift and a mask, and
-one instruction multiplies them with those of a query. `score_selected` does so again, with queries of 16 bits, of the
+one instruction multiplies them with those of a query. `score_kernels.py` does so again, with queries of 16 bits, of the
 tokens alone whose records are read.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import BLOCK, FINER, WORD_BITS, dot_bytes, rotate, round_queries
+from .blocks import BLOCK, WORD_BITS, dot_bytes, rotate, round_queries
 from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
@@ -237,39 +237,3 @@ def estimate_kernel(
         tl.store(p_head + splits, tl.zeros([BLOCK_H], tl.float32) + count, mask=m_head)
         tl.store(p_head + 2 * splits, b_origin + b_mean, mask=m_head)
         tl.store(p_head + 3 * splits, tl.maximum(b_scatter, 0.0), mask=m_head)
-
-
-@triton.jit
-def score_selected(
-    p_prepared, p_codes, p_scales, p_units, p_index, p_scores, i_group, i_held, s_codes, s_head, s_segment, room,
-    segments, count,
-    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
-    G: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
-    """Write what codes say of the scores of `count` tokens `p_index` of `segments`, over their estimates: by queries of
-    two terms, and without what errors are expected to add. A lane has a token and a query head."""
-    WIDTH: tl.constexpr = max(LANES, BLOCK_Q)  # noqa: N806 - a compile-time constant
-    TOKENS: tl.constexpr = WIDTH // BLOCK_Q  # noqa: N806 - a compile-time constant
-    PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
-    p_codes += i_held * s_codes
-    p_scales += i_held * s_head
-    p_units += i_held * s_segment
-    p_prepared += i_group * s_segment * (ROWS * BLOCK_Q)
-    p_scores += i_group * G * room
-    o_lane, o_term = tl.arange(0, WIDTH), tl.arange(0, 2)
-    o_head = o_lane % BLOCK_Q
-    b_worth = tl.where(o_term == 0, 1.0, 1.0 / FINER)[:, None]
-    for start in range(0, count, TOKENS):
-        o_place = start + o_lane // BLOCK_Q
-        m_lane = (o_place < count) & (o_head < G)
-        o_tokens = tl.load(p_index + o_place, mask=m_lane, other=0)
-        o_segment = tl.minimum(o_tokens // SEGMENT, segments - 1)
-        p_rows = p_prepared + o_segment * (ROWS * BLOCK_Q) + o_head
-        p_numbers = p_rows + (PLANES + 1) * BLOCK_Q
-        b_scale = tl.load(p_scales + o_tokens, mask=m_lane, other=0).to(tl.float32) * tl.load(p_units + o_segment)
-        b_middle = tl.load(p_numbers).to(tl.float32, bitcast=True)
-        b_step = tl.load(p_numbers + 2 * BLOCK_Q).to(tl.float32, bitcast=True)
-        p_rows = p_rows[None, :] + (o_term * ((PLANES + 1 + NUMBERS) * BLOCK_Q))[:, None]
-        b_products = multiply_codes(p_codes, p_rows, s_head, o_tokens, m_lane, FOURS, TWOS, ONES, BLOCK_Q)
-        b_scores = b_middle + b_scale * (b_step * tl.sum(b_products * b_worth, axis=0))
-        tl.store(p_scores + o_head * room + o_tokens, b_scores, mask=m_lane)

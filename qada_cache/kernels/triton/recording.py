@@ -16,6 +16,7 @@ from .coding import SIZES, TINY, align, by_bits, find_shifts, find_sizes, find_w
 from .launching import Launches
 from .record_kernels import SCALES
 
+MOST_REST = tl.constexpr(max(coded.ALIGNMENT, *coded.STRIDES.values()))  # bytes behind a record
 NUMBERS = 2048  # of keys, and of values, that a program codes at once
 
 
@@ -122,17 +123,19 @@ def record_kernel(
     b_other = store_planes(p_records, b_values, o_tokens, m_tokens, SCALES + KEY_BYTES, VALUE_BITS, RECORD, TURNED_V, V)
     b_word = ((b_scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | b_other.to(tl.int32, bitcast=True)
     tl.store(p_words + (before + o_tokens) * (RECORD // 4), b_word, mask=m_tokens)
-    o_rest = tl.arange(0, 4) + END
-    p_block = p_records + o_tokens[:, None] * RECORD + o_rest[None, :]
-    tl.store(p_block, tl.zeros([BLOCK_N, 4], tl.uint8), mask=m_tokens[:, None] & (o_rest < RECORD)[None, :])
+    if RECORD > END:
+        o_rest = tl.arange(0, MOST_REST) + END
+        b_rest = tl.zeros([BLOCK_N, MOST_REST], tl.uint8)
+        p_block = p_records + o_tokens[:, None] * RECORD + o_rest[None, :]
+        tl.store(p_block, b_rest, mask=m_tokens[:, None] & (o_rest < RECORD)[None, :])
 
 
 @functools.cache
-def _bind_recording(layout: Layout, records: RecordLayout, segment: int) -> tuple[Launches, int]:
+def _bind_recording(layout: Layout, records: RecordLayout, stride: int, segment: int) -> tuple[Launches, int]:
     """And how many tokens a program codes."""
     wide, wide_values = (triton.next_power_of_2(size) for size in (records.dim, records.value_dim))
     sizes = find_sizes(layout, segment)
-    sizes |= {"KEY_BITS": records.key_bits, "VALUE_BITS": records.value_bits, "RECORD": records.size}
+    sizes |= {"KEY_BITS": records.key_bits, "VALUE_BITS": records.value_bits, "RECORD": stride}
     sizes |= {"TURNED_D": coded.find_block(records.dim), "TURNED_V": coded.find_block(records.value_dim)}
     sizes |= {"D": records.dim, "BLOCK_D": wide, "V": records.value_dim, "BLOCK_V": wide_values}
     at_once = min(NUMBERS // max(wide, wide_values), segment)
@@ -142,13 +145,14 @@ def _bind_recording(layout: Layout, records: RecordLayout, segment: int) -> tupl
 def code_records(
     sketch: Sketch, rows: slice, first: int, keys: Tensor, values: Tensor, weights: Tensor, layout: RecordLayout
 ) -> Tensor:
-    """`coded.code_tokens`: records uint8 `[rows, kv_heads, tokens, size]` of whole segments, or of a bulk's last one,
+    """`coded.code_tokens`: records uint8 `[rows, kv_heads, tokens, stride]` of whole segments, or of a bulk's last one,
     `keys` `[rows, kv_heads, tokens, dim]` and `values` (`value_dim`), that the sketch has from its rows' segment
     `first` on. `weights` are `m`, float32 `[kv_heads, dim]`, contiguous. As for `coding.code_segments` otherwise."""
     (keys, key_blocks), (values, value_blocks) = align(keys), align(values)
     batch, heads, tokens = keys.shape[:3]
-    launches, at_once = _bind_recording(sketch.layout, layout, definition.SEGMENT_TOKENS)
-    words = torch.empty(batch, heads, tokens, layout.size // 4, dtype=torch.int32, device=keys.device)
+    stride = layout.find_stride(keys.device)
+    launches, at_once = _bind_recording(sketch.layout, layout, stride, definition.SEGMENT_TOKENS)
+    words = torch.empty(batch, heads, tokens, stride // 4, dtype=torch.int32, device=keys.device)
     records = words.view(torch.uint8)
     places = rows.indices(len(sketch.scales))[0], first, tokens, sketch.units.shape[2], sketch.scales.shape[2]
     with torch.cuda.device_of(keys):  # Triton launches on the current device

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from .blocks import attend_tokens, load_query, rotate, store_part
-from .estimate_kernels import score_selected
 from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_segments
+from .score_kernels import score_selected
 
 
 # They grow with the bulk.
@@ -25,7 +25,7 @@ from .record_kernels import attend_records, count_segments
 def selected_kernel(
     p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_open,
     p_lengths, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums,
-    p_index, p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done, p_marks,
+    p_index, p_unpacked, p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     s_codes, s_head, s_segment, s_marks, room, record_room, open_room, sums, turn, scaling, log_threshold,
     unread_weight,
@@ -33,8 +33,9 @@ def selected_kernel(
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
     BLOCK_Q: tl.constexpr, TOKEN_BYTES: tl.constexpr,
     SEGMENT: tl.constexpr, LAST: tl.constexpr, MIN_TOKENS: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, TERMS: tl.constexpr, TURNED: tl.constexpr,
-    BLOCK_R: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, RECORD: tl.constexpr, COPY: tl.constexpr, UNPACKED: tl.constexpr, UNIT: tl.constexpr,
+    TERMS: tl.constexpr, TURNED: tl.constexpr, BLOCK_R: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr,
+    ONES: tl.constexpr, ROWS: tl.constexpr,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -137,9 +138,11 @@ def selected_kernel(
             tl.debug_barrier()  # likewise
             p_records += i_held * record_room * RECORD
             p_open += i_held * open_room * RECORD
+            p_unpacked += (i_group * splits + i_split) * UNPACKED
             b_max, b_sum, b_out = attend_records(
-                b_max, b_sum, b_out, p_turned, p_records, p_open, p_index, p_estimates, p_flags, i_group, room, closed,
-                recorded, KEY_BITS, VALUE_BITS, RECORD, UNIT, TERMS, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V, BLOCK_R,
+                b_max, b_sum, p_turned, p_records, p_open, p_index, p_estimates, p_flags, p_unpacked, i_group, room,
+                closed, recorded, KEY_BITS, VALUE_BITS, RECORD, COPY, UNIT, TERMS, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V,
+                BLOCK_R,
             )  # fmt: skip
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
     if is_last(p_done, i_group, splits):
