@@ -90,6 +90,33 @@ def fetch(held: tuple[Tensor, ...], device: torch.device, *, after: Any = None) 
     return AsyncCopy(tensors, None if side is None else side.record_event())
 
 
+def make_staging(size: int, device: torch.device) -> Tensor:
+    """uint8 `[size]` on `device`, for `refill`; what computes with it is to `mark` that."""
+    with torch.inference_mode(False), torch.cuda.stream(_find_side_stream(device, "in")):  # None: as before
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+    if memory.is_cuda:  # else freed memory would be written to while it is still read
+        memory.record_stream(torch.cuda.current_stream(device))
+    return memory
+
+
+def refill(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, after: Iterable[Any]) -> Any:
+    """Start to copy contiguous host tensors into tensors on `device`, `(target, source)` each, after these events; None
+    among them: nothing is under way. Returns an event for the end, None where copies have ended."""
+    side = _find_side_stream(device, "in")
+    for event in after:
+        if event is not None:
+            event.synchronize() if side is None else side.wait_event(event)
+    with torch.cuda.stream(side):  # None: as before
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
+    return None if side is None else side.record_event()
+
+
+def mark(device: torch.device) -> Any:
+    """An event after what is computed on `device` by now; None where there is no such thing."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 def find_reader(device: torch.device) -> Any:
     """The stream that kernels read host memory on from now on; None where none does."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
