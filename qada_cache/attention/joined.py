@@ -16,7 +16,7 @@ DEVICES = ("cuda",)  # where launches do
 JOINED_BYTES = 1 << 26
 
 
-def serves(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> bool:
+def can_join(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> bool:
     """Whether `attend_to_joined` computes this call of `attend_exactly`: rows alike, and no mask but the causal one."""
     if key.device.type not in DEVICES or isinstance(layer, LatentLayer):
         return False

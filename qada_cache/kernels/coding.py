@@ -28,7 +28,7 @@ class Coder(NamedTuple):
     derive: Callable[[Sketch, slice, int, Tensor], None]  # `triton.deriving.derive`
     # `triton.recording.code_records`.
     record: Callable[[Sketch, slice, int, Tensor, Tensor, Tensor, RecordLayout], Tensor]
-    decode: Callable[..., tuple[Tensor, Tensor]]  # `triton.decoding.decode_records`, which only reads them
+    decode: Callable[..., tuple[Tensor, Tensor]]  # `triton.decoding.decode_tokens`, which only reads them
 
 
 def choose_coder(
@@ -50,11 +50,11 @@ def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, value_
     if explain_unsupported(like, like, like, None) is not None:
         return None  # decoding tokens needs the same, and warns of it
     from .triton.coding import code_segments
-    from .triton.decoding import decode_records
+    from .triton.decoding import decode_tokens
     from .triton.deriving import derive
     from .triton.recording import code_records
 
-    coder = Coder(code_segments, derive, code_records, decode_records)
+    coder = Coder(code_segments, derive, code_records, decode_tokens)
     if (fault := find_coding_fault(coder, device, dtype, layout, value_dim, plain)) is None:
         return coder
     warn_once(logger, f"keys are coded on {device} by torch's operations, not by Triton's kernels: {fault}")

@@ -86,8 +86,8 @@ def find_grouped_fault(operator: Operator, device: torch.device, dtype: torch.dt
         expected += [out.to(dtype), scores.logsumexp(dim=-1).float()]
 
     def compute() -> tuple[Tensor, ...]:
-        given = [part.to(device) for part in (query, key, value)]
-        found = [operator.attend(*given, scaling, causal) for causal in (True, False)]
+        states, keys, values = (part.to(device) for part in (query, key, value))
+        found = [operator.attend(states, keys, values, scaling, causal) for causal in (True, False)]
         return tuple(part.cpu() for out, lse in found for part in (out.to(dtype), lse))
 
     return find_fault(compute, tuple(expected))

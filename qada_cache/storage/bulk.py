@@ -13,7 +13,7 @@ from ..sketch.coded import Records
 from . import transfers
 from .placement import AUTO, Placement
 from .row_tensors import RowTensors
-from .transfers import AsyncCopy, double_buffer, fetch, find_reader, has_own_memory, send, wait_event
+from .transfers import AsyncCopy, fetch, find_reader, has_own_memory, limit_reads, send, wait_event
 from .versioned import Buffer
 
 if TYPE_CHECKING:
@@ -263,10 +263,10 @@ class Bulk(RowTensors):
         here = self.clip_stored(rows.indices(len(self.stored))[0], start, stop)
         parts = tuple(tensor[rows, heads, here] for tensor in self.tensors)
         if self.offloaded and (here.start < here.stop or not self.beside):
-            each = product(range(*rows.indices(len(self.stored))), range(*heads.indices(self.tensors[0].shape[1])))
-            arrived = double_buffer((head, self.fetch(head, start, stop)) for head in each)
-            copies = zip(*(pair for _, pair in arrived), strict=True)
-            parts = tuple(torch.cat(copy).view_as(part) for copy, part in zip(copies, parts, strict=True))
+            heads_of = (pair for row in zip(*parts, strict=True) for pair in zip(*row, strict=True))
+            held = fetch(tuple(part[None, None] for pair in heads_of for part in pair), self.device, after=self.written)
+            parts = tuple(torch.cat(held.wait()[i :: len(parts)]).view_as(part) for i, part in enumerate(parts))
+            limit_reads(parts)
         return self.decode(rows, heads, (start, stop), parts, coded=coded)
 
     def cut_spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:

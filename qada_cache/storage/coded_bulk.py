@@ -64,7 +64,7 @@ class CodedBulk(Bulk):
         return twin
 
     @property
-    def decoding_share(self) -> int:
+    def decoding_share(self) -> int:  # type: ignore[override]
         """As `Bulk`: torch's operations have temporaries."""
         return 16 if self.sketch is None or self.sketch.find_coder() is None else 1
 

@@ -141,6 +141,7 @@ def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tu
     return arrive(next(async_copies, None))
 
 
+_incoming: dict[torch.device, deque[tuple[Any, int]]] = {}
 _outgoing: dict[torch.device, deque[tuple[Any, int]]] = {}
 _booking = threading.Lock()  # caches in several threads send to the host
 
@@ -165,6 +166,14 @@ def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
     event = side.record_event()
     limit_in_flight(_outgoing.setdefault(device, deque()), event, sent)
     return event
+
+
+def limit_reads(parts: tuple[Tensor, ...]) -> None:
+    """Bound what has been brought to the device and may still be computed with, as `limit_in_flight` does. A host
+    that ran further ahead would find no memory free."""
+    device = parts[0].device
+    if (event := mark(device)) is not None:
+        limit_in_flight(_incoming.setdefault(device, deque()), event, sum(part.nbytes for part in parts))
 
 
 def limit_in_flight(outgoing: deque[tuple[Any, int]], event: Any, sent: int) -> None:

@@ -124,13 +124,14 @@ def test_an_operator_that_groups_is_used_if_it_agrees(causal: bool, monkeypatch:
     expected = scores.softmax(dim=-1) @ value.double().repeat_interleave(3, dim=1), scores.logsumexp(dim=-1)
     found = [plain]
     for aligned in (True, False):
-        monkeypatch.setattr(lower_right, "find_operator", lambda *_, own=Grouped(aligned): own)
+        operator = Grouped(aligned)
+        monkeypatch.setattr(lower_right, "find_operator", lambda *_, own=operator: own)
         calls.clear()
         if aligned:
             found.append(lower_right.attend_to_all(query, key, value, scaling=0.3, causal=causal))
             assert calls == [True, False, causal]
         else:
-            fault = lower_right.find_grouped_fault(Grouped(aligned), query.device, query.dtype, 16)
+            fault = lower_right.find_grouped_fault(operator, query.device, query.dtype, 16)
             assert fault is not None
             assert "it is off" in fault
     for out, lse in found:

@@ -249,9 +249,9 @@ def test_a_trial_tells_what_is_wrong() -> None:
         deriving.derive(sketch, rows, length - 1, covariance)
 
     def later(records: Tensor, *given: Any, **told: Any) -> tuple[Tensor, ...]:
-        return decoding.decode_records(records.roll(1, 2), *given, **told)
+        return decoding.decode_tokens(records.roll(1, 2), *given, **told)
 
-    right = Coder(coding.code_segments, deriving.derive, recording.code_records, decoding.decode_records)
+    right = Coder(coding.code_segments, deriving.derive, recording.code_records, decoding.decode_tokens)
     for plain in (False, True):
         told = torch.device("cpu"), torch.float32, layout, 24, plain
         assert find_coding_fault(right, *told) is None
@@ -268,7 +268,7 @@ def test_torch_codes_where_triton_does_not(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dispatch, "AUTO_DEVICES", ("cpu",))
     dispatch._find_coder.cache_clear()
     found = choose_coder("auto", cpu, torch.float32, layout, 20, plain=True)
-    made = coding.code_segments, deriving.derive, recording.code_records, decoding.decode_records
+    made = coding.code_segments, deriving.derive, recording.code_records, decoding.decode_tokens
     assert found == (made if INTERPRETED else None)
     assert choose_coder("auto", cpu, torch.float64, layout, 20, plain=True) is None
     assert choose_coder("torch", cpu, torch.float32, layout, 20, plain=True) is None

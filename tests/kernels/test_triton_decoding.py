@@ -69,7 +69,7 @@ def test_tokens_are_those_of_torch(
         (slice(2, 3), slice(0, HEADS), 2 * SEGMENT, tokens),
     ):
         given = apart.to(device)[rows, heads, first:stop]
-        found = decoding.decode_records(
+        found = decoding.decode_tokens(
             given, there, rows, heads, weights, records, (keys, values), first=first, segments=count_segments(tokens)
         )
         for one, other in zip(found, expected, strict=True):

@@ -18,7 +18,7 @@ from .launching import Launches
 from .record_kernels import SCALES, load_plane
 from .recording import load_segment, predict_keys
 
-NUMBERS = 2048  # of keys, and of values, that a program decodes at once
+NUMBERS = 1024  # of keys, and of values, that a program decodes at once: twice as many take registers of two programs
 RUN = 64  # tokens that a program decodes; a power of two that divides the tokens of a segment
 # Numbers that follow the tokens or where they lie: nothing is compiled anew for them.
 SIZES = ["s_row", "s_head", "first_row", "first_head", "heads", "first", "tokens", "segments", "s_segment", "s_tokens"]
@@ -59,9 +59,9 @@ def decode_kernel(
     TURNED_D: tl.constexpr, TURNED_V: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Keys [rows, heads, tokens, D] and values (V) of `tokens` records, `RECORD` bytes apart, that follow a bulk's first
-    `first` tokens; one program a (run of tokens, KV head, row). The sketch has `heads` heads, of which those from
-    `first_head` on are meant, and of its rows those from `first_row` on. Strides of `p_records` are in words."""
+    """Keys [rows, heads, tokens, D] and values (V) of `tokens` records, `RECORD` bytes apart, of a bulk's
+    tokens from `first` on; one program a (run of tokens, KV head, row). The sketch has `heads` heads, of which those
+    from `first_head` on are meant, and of its rows those from `first_row` on. Strides of `p_records` are in words."""
     i_run, i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = (first // RUN + i_run) * RUN  # runs do not reach into another segment
     i_group = (first_row + i_row) * heads + first_head + i_head
@@ -109,7 +109,7 @@ def _bind_decoding(layout: Layout, records: RecordLayout, segment: int, distance
     return Launches(**sizes, BLOCK_N=min(NUMBERS // max(wide, wide_values), run), RUN=run, num_warps=4)
 
 
-def decode_records(
+def decode_tokens(
     records: Tensor, sketch: Sketch, rows: slice, heads: slice, weights: Tensor, layout: RecordLayout,
     like: tuple[Tensor, Tensor], *, first: int, segments: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
