@@ -13,6 +13,7 @@ from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.padding import find_real_tokens
 from ..storage.reading import stream
+from . import joined
 from .latent import LatentAttention, LatentLayer
 
 
@@ -55,6 +56,8 @@ def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tenso
     `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`, expanded ones of a `LatentLayer`. The result
     is `[batch, heads, tokens, value_dim]` in the query's dtype, zeros for padding.
     """
+    if joined.can_join(layer, store, query, key, value):
+        return joined.attend_to_joined(layer, store, query, key, value)
     states, valid, visible, sink_logits = query.states, query.valid, query.visible, query.sink_logits
     result = states.new_zeros(*states.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1

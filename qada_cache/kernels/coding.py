@@ -11,7 +11,7 @@ from torch import Tensor
 from ..said_once import warn_once
 from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, Layout
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
-from ..sketch.coded import RUNGS, RecordLayout, code_tokens, estimate_keys, fit_records
+from ..sketch.coded import RUNGS, RecordLayout, code_tokens, decode_keys, decode_values, estimate_keys, fit_records
 from .choice import AUTO_DEVICES, explain_unsupported
 from .reference import find_fault
 
@@ -28,6 +28,7 @@ class Coder(NamedTuple):
     derive: Callable[[Sketch, slice, int, Tensor], None]  # `triton.deriving.derive`
     # `triton.recording.code_records`.
     record: Callable[[Sketch, slice, int, Tensor, Tensor, Tensor, RecordLayout], Tensor]
+    decode: Callable[..., tuple[Tensor, Tensor]]  # `triton.decoding.decode_tokens`, which only reads them
 
 
 def choose_coder(
@@ -49,10 +50,11 @@ def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, value_
     if explain_unsupported(like, like, like, None) is not None:
         return None  # decoding tokens needs the same, and warns of it
     from .triton.coding import code_segments
+    from .triton.decoding import decode_tokens
     from .triton.deriving import derive
     from .triton.recording import code_records
 
-    coder = Coder(code_segments, derive, code_records)
+    coder = Coder(code_segments, derive, code_records, decode_tokens)
     if (fault := find_coding_fault(coder, device, dtype, layout, value_dim, plain)) is None:
         return coder
     warn_once(logger, f"keys are coded on {device} by torch's operations, not by Triton's kernels: {fault}")
@@ -81,7 +83,13 @@ def find_coding_fault(
     expected = quantize_segments(keys, None if energies is None else energies.expand(ROWS, -1, -1), layout)
     expected |= average_channels(expected, layout, tokens) | round_slopes(covariance)
     if has_records := RecordLayout.serves(layout.dim, value_dim):
-        expected["records"] = code_tokens(keys, values, estimate_keys(expected, layout), weights, records)
+        predicted = estimate_keys(expected, layout)
+        coded = code_tokens(keys, values, predicted, weights, records)
+        known = Sketch(**expected, mean_value=values.float().mean(dim=-2))
+        decoded = decode_keys(coded, predicted, weights, records), decode_values(coded, records)
+        expected |= {"records": coded} | dict(
+            zip(("keys", "values"), (part.to(dtype) for part in decoded), strict=True)
+        )
 
     def compute() -> tuple[Tensor, ...]:
         fields = list_fields(layout.dim, value_dim, layout.count, tokens).items()
@@ -92,11 +100,13 @@ def find_coding_fault(
         if has_records:
             held = (part.to(device).split([SEGMENT_TOKENS, tokens - SEGMENT_TOKENS], dim=2) for part in (keys, values))
             told = weights.to(device), records
-            coded = [
+            found = [
                 coder.record(sketch, rows, first, of_keys, of_values, *told)
                 for first, (of_keys, of_values) in enumerate(zip(*held, strict=True))
             ]
-            there["records"] = fit_records(torch.cat(coded, dim=2), records.size)
+            there["records"] = fit_records(torch.cat(found, dim=2), records.size)
+            of_coded = coded.to(device), known.map(lambda tensor: tensor.to(device)), rows, slice(0, HEADS), *told
+            there["keys"], there["values"] = coder.decode(*of_coded, (keys, values), first=0, segments=2)
         return _reduce_to_compared({name: there[name].cpu() for name in expected}, expected)
 
     return find_fault(compute, _reduce_to_compared(expected, expected))

@@ -13,7 +13,7 @@ from ..sketch.coded import Records
 from . import pinned, transfers
 from .placement import AUTO, Placement
 from .row_tensors import RowTensors
-from .transfers import AsyncCopy, double_buffer, fetch, find_reader, has_own_memory, send, wait_event
+from .transfers import AsyncCopy, fetch, find_reader, has_own_memory, limit_reads, send, wait_event
 from .versioned import Buffer
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Bulk(RowTensors):
 
     beside = Buffer[tuple[Tensor, ...]]()  # on the compute device, tokens that are not in `tensors`
     sketched_beside = 0  # of these, at most so many of a row that has a sketch
+    decoding_share = 1  # what is decoded at once comes in blocks that are so many times shorter
     reopened: Sequence[tuple[Any, ...]] = ()  # of each row, see `CodedBulk`
     sketch: "Buffer[BulkSketch | None]" = Buffer()  # of its keys; `TokenStore` has it follow
     records: Records | None = None  # what rows with a sketch lie in, if not as keys and values
@@ -47,7 +48,7 @@ class Bulk(RowTensors):
         self.offloaded = self.offloading and placement.budget in (0, AUTO)
         self._settled = placement.budget != AUTO or not self.offloading
         self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))  # of one head, as given
-        self._written: Any = None  # event of the last copy to the host
+        self.written: Any = None  # event of the last copy to the host
         self.sketch, self.beside = None, ()
         self._start(keys, values)
         placement.bulks.add(self)
@@ -115,16 +116,16 @@ class Bulk(RowTensors):
 
     def synchronize(self) -> None:
         """Wait for copies to the host that are still under way, before the host itself reads them."""
-        if self._written is not None:
-            self._written.synchronize()
-            self._written = None
+        if self.written is not None:
+            self.written.synchronize()
+            self.written = None
         elif self.offloaded and self.device.type not in ("cpu", "cuda"):
             torch.accelerator.synchronize(self.device)
 
     def find_in_place(self) -> tuple[Tensor, Tensor]:
         """Keys and values where they lie, for a kernel that reads them there; it is made to wait for their copies."""
-        if self._written is not None and not self._written.query():
-            wait_event(self._written, self.device)
+        if self.written is not None and not self.written.query():
+            wait_event(self.written, self.device)
         self._reader = find_reader(self.device) if self.offloaded else None
         return self.keys, self.values
 
@@ -215,7 +216,7 @@ class Bulk(RowTensors):
                 for store, new in zip(self.tensors, added, strict=True)
                 for row, head in product(range(rows.start, rows.stop), range(new.shape[1]))
             ]
-            self._written = send(copies, self.device)
+            self.written = send(copies, self.device)
         else:
             for store, new in zip(self.tensors, added, strict=True):
                 store[rows, :, start:stop] = new
@@ -225,7 +226,7 @@ class Bulk(RowTensors):
         """Start to copy tokens `start..stop` of one head of one row from the host to the device, as far as `tensors`
         have them; for `decode`, as what `gather` returns."""
         at = (slice(head[0], head[0] + 1), slice(head[1], head[1] + 1), self.clip_stored(head[0], start, stop))
-        return fetch(tuple(tensor[at] for tensor in self.tensors), self.device, after=self._written)
+        return fetch(tuple(tensor[at] for tensor in self.tensors), self.device, after=self.written)
 
     def gather(self, head: Head, index: Tensor) -> AsyncCopy:
         """`tensors` `[1, 1, tokens, *]` of some tokens of one head of one row, on their way to the device. `index`
@@ -262,10 +263,10 @@ class Bulk(RowTensors):
         here = self.clip_stored(rows.indices(len(self.stored))[0], start, stop)
         parts = tuple(tensor[rows, heads, here] for tensor in self.tensors)
         if self.offloaded and (here.start < here.stop or not self.beside):
-            each = product(range(*rows.indices(len(self.stored))), range(*heads.indices(self.tensors[0].shape[1])))
-            arrived = double_buffer((head, self.fetch(head, start, stop)) for head in each)
-            copies = zip(*(pair for _, pair in arrived), strict=True)
-            parts = tuple(torch.cat(copy).view_as(part) for copy, part in zip(copies, parts, strict=True))
+            heads_of = (pair for row in zip(*parts, strict=True) for pair in zip(*row, strict=True))
+            held = fetch(tuple(part[None, None] for pair in heads_of for part in pair), self.device, after=self.written)
+            parts = tuple(torch.cat(held.wait()[i :: len(parts)]).view_as(part) for i, part in enumerate(parts))
+            limit_reads(parts)
         return self.decode(rows, heads, (start, stop), parts, coded=coded)
 
     def cut_spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:

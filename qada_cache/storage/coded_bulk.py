@@ -59,6 +59,11 @@ class CodedBulk(Bulk):
         return twin
 
     @property
+    def decoding_share(self) -> int:  # type: ignore[override]
+        """As `Bulk`: torch's operations have temporaries."""
+        return 16 if self.sketch is None or self.sketch.find_coder() is None else 1
+
+    @property
     def lent_bytes(self) -> int:
         """As `Bulk`."""
         return sum(held.nbytes for held in self.beside) if len(self._holders) > 1 else 0
@@ -177,11 +182,15 @@ class CodedBulk(Bulk):
             count, beside = records.shape[2], [held[:, :, :0] for held in beside]
         if count:
             assert self.sketch is not None
-            weights, found = self.sketch.query_weights[heads], None
-            if not isinstance(tokens, Tensor) and self.sketch.kernels != "torch":
-                sketch = self.sketch.tensors.map(lambda held: held[rows, heads])
+            weights, found, sketch = self.sketch.query_weights[heads], None, self.sketch.tensors
+            if not isinstance(tokens, Tensor):
                 told = {"first": tokens[0], "segments": count_segments(self.lengths[row])}
-                found = decode_records(records, sketch, weights, self.layout, **told)
+                if (coder := self.sketch.find_coder()) is not None:
+                    of_all = sketch, rows, heads, self.sketch.query_weights, self.layout, self.beside[:2]
+                    found = coder.decode(records, *of_all, **told)
+                elif self.sketch.kernels != "torch":
+                    own = sketch.map(lambda held: held[rows, heads])
+                    found = decode_records(records, own, weights, self.layout, **told)
             if found is None:
                 index = (
                     tokens

@@ -7,6 +7,8 @@ from weakref import WeakSet
 import torch
 from accelerate.utils import get_max_memory
 
+from .staging import Staging
+
 if TYPE_CHECKING:
     from .bulk import Bulk
     from .row_tensors import RowTensors
@@ -47,6 +49,7 @@ class Placement:
     def __init__(self, budget: int | float | str) -> None:
         self.budget = budget
         self.bulks: WeakSet[Bulk] = WeakSet()  # which refer to it
+        self._staging: dict[torch.device, Staging] = {}
 
     def __deepcopy__(self, memo: dict) -> "Placement":
         memo[id(self)] = twin = Placement(self.budget)  # that copies of bulks join
@@ -63,6 +66,10 @@ class Placement:
         # By what a token takes, which does not change as layers grow one after the other.
         all_layers = sum(each.row_token_bytes for each in others) + bulk.row_token_bytes
         return sum(each.row_token_bytes for each in placed) + bulk.row_token_bytes <= self.budget * all_layers
+
+    def find_staging(self, device: torch.device) -> Staging:
+        """What whole layers pass through on their way to `device`."""
+        return self._staging.setdefault(device, Staging(device))
 
     def retry(self, work: Callable[[], Any], device: torch.device) -> Any:
         """What `work` returns. As often as `device` runs out of memory, a bulk leaves it and `work` is done again."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .bulk import Bulk, Head
+from .staging import cut_blocks
 from .transfers import AsyncCopy, double_buffer
 
-DECODED_SHARE = 16  # a block of decoded tokens is so many times shorter: decoding has temporaries
 Span = tuple[int, int]  # first token, end
 
 
@@ -57,14 +57,37 @@ def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]]) -> Iterator[
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
     """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens: views of
     all heads, or of one head if the bulk is offloaded, so that they take little device memory. Records that
-    are not offloaded are decoded in shorter blocks."""
+    are not offloaded are decoded in blocks of a `decoding_share`."""
     heads = range(bulk.keys.shape[1])
     if not bulk.offloaded:
-        spans = bulk.cut_spans(rows.start, heads=len(heads) * DECODED_SHARE if bulk.beside else 1)
+        spans = bulk.cut_spans(rows.start, heads=len(heads) * bulk.decoding_share if bulk.beside else 1)
         yield from (_view(bulk, rows, slice(0, len(heads)), *span, coded=False) for span in spans)
         return
     every = itertools.product(range(rows.start, rows.stop), heads)
     yield from _bring(bulk, list(itertools.product(every, bulk.cut_spans(rows.start))), coded=False)
+
+
+def read_together(bulk: Bulk) -> Iterator[Part]:
+    """What `tensors` of a bulk hold whose rows are alike, for an exact call, all heads at once: a view, or blocks that
+    are brought and decoded. Computation with one is to be started before the next is asked for."""
+    rows, heads = slice(0, len(bulk.stored)), slice(0, bulk.tensors[0].shape[1])
+    if not bulk.stored[0]:
+        return
+    if not bulk.offloaded:
+        for span in cut_blocks(bulk, bulk.decoding_share) if bulk.beside else [(0, bulk.stored[0])]:
+            yield _view(bulk, rows, heads, *span, coded=False)
+        return
+    staging = bulk.placement.find_staging(bulk.device)
+    for span, tensors in staging.bring(bulk, cut_blocks(bulk, bulk.decoding_share)):
+        keys, values = bulk.decode(rows, heads, span, tensors)
+        nbytes = len(bulk.stored) * heads.stop * (span[1] - span[0]) * bulk.stored_token_bytes
+        yield Part(rows, heads, keys, values, nbytes)
+
+
+def view_beside(bulk: Bulk) -> list[tuple[Tensor, Tensor]]:
+    """What a bulk whose rows are alike has beside `tensors`, as the model made it."""
+    tokens = bulk.lengths[0] - bulk.stored[0]
+    return [(bulk.keys[:, :, :tokens], bulk.values[:, :, :tokens])] if tokens else []
 
 
 def _bring(bulk: Bulk, wanted: list[tuple[Head, Span]], *, coded: bool) -> Iterator[Part]:

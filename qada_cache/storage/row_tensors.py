@@ -92,7 +92,6 @@ class RowTensors(Versioned):
         """
         growth, step, needed = self.growth, GRANULE, tokens
         if offloaded:
-        if offloaded:
             first, step = not self.capacity, PINNED_GRANULE
             growth = PROMPT_GROWTH if first else PINNED_GROWTH
             needed = max(tokens if first else math.ceil(PINNED_LEAST * tokens), self.expected)

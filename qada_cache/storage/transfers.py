@@ -94,6 +94,33 @@ def fetch(held: tuple[Tensor, ...], device: torch.device, *, after: Any = None) 
     return AsyncCopy(tensors, None if side is None else side.record_event())
 
 
+def make_staging(size: int, device: torch.device) -> Tensor:
+    """uint8 `[size]` on `device`, for `refill`; what computes with it is to `mark` that."""
+    with torch.inference_mode(False), torch.cuda.stream(_find_side_stream(device, "in")):  # None: as before
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+    if memory.is_cuda:  # else freed memory would be written to while it is still read
+        memory.record_stream(torch.cuda.current_stream(device))
+    return memory
+
+
+def refill(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, after: Iterable[Any]) -> Any:
+    """Start to copy contiguous host tensors into tensors on `device`, `(target, source)` each, after these events; None
+    among them: nothing is under way. Returns an event for the end, None where copies have ended."""
+    side = _find_side_stream(device, "in")
+    for event in after:
+        if event is not None:
+            event.synchronize() if side is None else side.wait_event(event)
+    with torch.cuda.stream(side):  # None: as before
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
+    return None if side is None else side.record_event()
+
+
+def mark(device: torch.device) -> Any:
+    """An event after what is computed on `device` by now; None where there is no such thing."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 def find_reader(device: torch.device) -> Any:
     """The stream that kernels read host memory on from now on; None where none does."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -118,6 +145,7 @@ def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tu
     return arrive(next(async_copies, None))
 
 
+_incoming: dict[torch.device, deque[tuple[Any, int]]] = {}
 _outgoing: dict[torch.device, deque[tuple[Any, int]]] = {}
 _booking = threading.Lock()  # caches in several threads send to the host
 
@@ -142,6 +170,14 @@ def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
     event = side.record_event()
     limit_in_flight(_outgoing.setdefault(device, deque()), event, sent)
     return event
+
+
+def limit_reads(parts: tuple[Tensor, ...]) -> None:
+    """Bound what has been brought to the device and may still be computed with, as `limit_in_flight` does. A host
+    that ran further ahead would find no memory free."""
+    device = parts[0].device
+    if (event := mark(device)) is not None:
+        limit_in_flight(_incoming.setdefault(device, deque()), event, sum(part.nbytes for part in parts))
 
 
 def limit_in_flight(outgoing: deque[tuple[Any, int]], event: Any, sent: int) -> None:

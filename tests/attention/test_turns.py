@@ -18,7 +18,7 @@ from qada_cache.kernels import query_adaptive
 from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.sketch import selection
 from qada_cache.sketch.codec import Sketch
-from qada_cache.state.layer import BUS_TOKENS, find_adaptive_tokens
+from qada_cache.state.layer import DRAFT_TOKENS, find_adaptive_tokens
 from qada_cache.versions import pass_cache
 
 HELD = 1700
@@ -163,17 +163,17 @@ def test_a_turn_that_is_long_for_the_bus(options: dict[str, Any]) -> None:
         for each in (cache, full):
             model(ids[:, :HELD], **pass_cache(each))
         window = cache.options.window
-        assert find_adaptive_tokens(cache.layers, window) == (BUS_TOKENS if not options else window)
+        assert find_adaptive_tokens(cache.layers, window) == (DRAFT_TOKENS if not options else window)
         assert find_adaptive_tokens([], window) == window  # a model without full-attention layers
         if options:
             return
         for first, crop in ((HELD, 1), (HELD + 16, 10), (HELD + 23, 2)):
-            turn = slice(first, first + BUS_TOKENS + 1)
+            turn = slice(first, first + DRAFT_TOKENS + 1)
             expected = model(ids[:, turn], **pass_cache(full)).logits
             found = model(ids[:, turn], **pass_cache(cache)).logits
             torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
             for each in (cache, full):
                 each.crop(-crop)
         assert not cache.stats().decisions
-        model(ids[:, :BUS_TOKENS], **pass_cache(cache))
+        model(ids[:, :DRAFT_TOKENS], **pass_cache(cache))
         assert cache.stats().decisions

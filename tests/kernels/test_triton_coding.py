@@ -18,7 +18,7 @@ from qada_cache.sketch.coded import RecordLayout, code_tokens, estimate_keys
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from test_triton import gpu, interpreter
 
-from qada_cache.kernels.triton import coding, deriving, recording
+from qada_cache.kernels.triton import coding, decoding, deriving, recording
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 SEGMENT = 32
@@ -248,13 +248,17 @@ def test_a_trial_tells_what_is_wrong() -> None:
     def shorter(sketch: Sketch, rows: slice, length: int, covariance: Tensor) -> None:
         deriving.derive(sketch, rows, length - 1, covariance)
 
-    right = Coder(coding.code_segments, deriving.derive, recording.code_records)
+    def later(records: Tensor, *given: Any, **told: Any) -> tuple[Tensor, ...]:
+        return decoding.decode_tokens(records.roll(1, 2), *given, **told)
+
+    right = Coder(coding.code_segments, deriving.derive, recording.code_records, decoding.decode_tokens)
     for plain in (False, True):
         told = torch.device("cpu"), torch.float32, layout, 24, plain
         assert find_coding_fault(right, *told) is None
         assert "decisions" in str(find_coding_fault(right._replace(code=swapped), *told))
         assert "decisions" in str(find_coding_fault(right._replace(record=earlier), *told))
         assert "it is off" in str(find_coding_fault(right._replace(derive=shorter), *told))
+        assert "it is off" in str(find_coding_fault(right._replace(decode=later), *told))
 
 
 def test_torch_codes_where_triton_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +268,7 @@ def test_torch_codes_where_triton_does_not(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dispatch, "AUTO_DEVICES", ("cpu",))
     dispatch._find_coder.cache_clear()
     found = choose_coder("auto", cpu, torch.float32, layout, 20, plain=True)
-    assert found == ((coding.code_segments, deriving.derive, recording.code_records) if INTERPRETED else None)
+    made = coding.code_segments, deriving.derive, recording.code_records, decoding.decode_tokens
+    assert found == (made if INTERPRETED else None)
     assert choose_coder("auto", cpu, torch.float64, layout, 20, plain=True) is None
     assert choose_coder("torch", cpu, torch.float32, layout, 20, plain=True) is None

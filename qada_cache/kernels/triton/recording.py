@@ -21,26 +21,31 @@ NUMBERS = 2048  # of keys, and of values, that a program codes at once
 
 
 @triton.jit
+def load_segment(p_centres, p_order, p_weights, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What a segment's tokens are coded under: centre, the place of each channel, weights by place; [BLOCK_D]."""
+    o_dim = tl.arange(0, BLOCK_D)
+    m_dim = o_dim < D
+    b_centre = tl.load(p_centres + o_dim, mask=m_dim, other=0.0).to(tl.float32)
+    b_order = tl.load(p_order + o_dim, mask=m_dim, other=0).to(tl.int32)
+    b_places = tl.sort((tl.where(m_dim, b_order, o_dim) << 16) | o_dim) & 0xFFFF  # those of no key stay behind
+    return b_centre, b_places, tl.load(p_weights + o_dim, mask=m_dim, other=1.0).to(tl.float32)
+
+
+@triton.jit
 def predict_keys(
-    p_codes, p_scales, unit, p_centres, p_order, p_weights, o_tokens, m_tokens, s_tokens,
+    p_codes, p_scales, unit, b_centre, b_places, b_weights, o_tokens, m_tokens, s_tokens,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What the sketch says of tokens of one segment, `coded.estimate_keys`: [tokens, BLOCK_D]."""
     o_dim = tl.arange(0, BLOCK_D)
-    m_dim = o_dim < D
     b_most = by_bits(o_dim, 15, 3, 1, 0, FOURS, TWOS, ONES)[None, :]
     p_block = p_codes + find_words(o_dim, FOURS, TWOS, ONES)[None, :] * s_tokens + o_tokens[:, None]
     b_codes = tl.load(p_block, mask=m_tokens[:, None] & (b_most > 0), other=0)
     b_odd = 2 * ((b_codes >> find_shifts(o_dim, FOURS, TWOS, ONES)[None, :]) & b_most) - b_most
     b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * unit
-    b_weights = tl.load(p_weights + o_dim, mask=m_dim, other=1.0).to(tl.float32)[None, :]
     b_weighed = rotate(b_scale[:, None] * b_odd.to(tl.float32), BLOCK)
-    b_weighed = tl.div_rn(b_weighed, b_weights.broadcast_to(b_weighed.shape))
-    # The place of each channel: those of no key stay behind.
-    b_order = tl.load(p_order + o_dim, mask=m_dim, other=0).to(tl.int32)
-    b_places = tl.sort((tl.where(m_dim, b_order, o_dim) << 16) | o_dim) & 0xFFFF
-    b_found = tl.gather(b_weighed, b_places[None, :].broadcast_to(b_weighed.shape), 1)
-    return b_found + tl.load(p_centres + o_dim, mask=m_dim, other=0.0).to(tl.float32)[None, :]
+    b_weighed = tl.div_rn(b_weighed, b_weights[None, :].broadcast_to(b_weighed.shape))
+    return tl.gather(b_weighed, b_places[None, :].broadcast_to(b_weighed.shape), 1) + b_centre[None, :]
 
 
 @triton.jit
@@ -100,11 +105,11 @@ def record_kernel(
     o_tokens = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     m_tokens = o_tokens < tokens
     at = i_group * s_segment + i_segment
+    b_centre, b_places, b_weights = load_segment(p_centres + at * D, p_order + at * D, p_weights + at * D, D, BLOCK_D)
     b_keys = predict_keys(
         p_codes + i_group * (FOURS + TWOS + ONES) * s_tokens + first * SEGMENT,
         p_scales + i_group * s_tokens + first * SEGMENT, tl.load(p_units + at),
-        p_centres + at * D, p_order + at * D, p_weights + at * D, o_tokens, m_tokens, s_tokens,
-        FOURS, TWOS, ONES, D, BLOCK_D,
+        b_centre, b_places, b_weights, o_tokens, m_tokens, s_tokens, FOURS, TWOS, ONES, D, BLOCK_D,
     )  # fmt: skip
     o_dim, o_value = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     m_block = m_tokens[:, None] & (o_dim < D)[None, :]
