@@ -52,29 +52,28 @@ def choose_kernel(
     p_query += i_head // heads * s_query_row + i_head % heads * s_query_head
     p_codes += i_head // G * tokens * D
     b_query = load_rows(p_query, o_queries, o_queries < tokens, s_query_token, D, BLOCK_D).to(tl.float32)
-    b_peak = tl.maximum(tl.max(tl.abs(b_query), axis=1), 1e-20)
-    b_scale = 1.0 / b_peak * _PEAK
-    b_query = (b_query * b_scale[:, None]).to(p_codes.dtype.element_ty)
-    b_units = b_peak * (tl.load(p_steps + i_head // G) * scaling / _PEAK)  # of products, in powers of two
+    peak = tl.maximum(tl.max(tl.abs(b_query)), 1e-20)
+    b_query = (b_query * (1.0 / peak * _PEAK)).to(p_codes.dtype.element_ty)
+    unit = peak * tl.load(p_steps + i_head // G) * scaling / _PEAK  # of products, in powers of two
 
     # What the queries see: their own block and the first tokens, and of the others one of every STRIDE.
     b_max, b_sum = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, begin + BLOCK_M, BLOCK_N):
         b_codes = load_rows(p_codes, start + o_keys, start + o_keys < tokens, D, D, BLOCK_D)
-        b_scores = dot(b_query, tl.trans(b_codes)) * b_units[:, None]
+        b_scores = dot(b_query, tl.trans(b_codes)) * unit
         m_scores = (start + o_keys)[None, :] <= o_queries[:, None]
         b_max, b_sum = add_scores(tl.where(m_scores, b_scores, float("-inf")), b_max, b_sum)
     m_keys = o_keys < begin
-    b_scores = dot(b_query, tl.trans(load_rows(p_codes, o_keys, m_keys, D, D, BLOCK_D))) * b_units[:, None]
+    b_scores = dot(b_query, tl.trans(load_rows(p_codes, o_keys, m_keys, D, D, BLOCK_D))) * unit
     b_max, b_sum = add_scores(tl.where(m_keys[None, :], b_scores, float("-inf")), b_max, b_sum)
     for start in range(BLOCK_N, begin, BLOCK_N * _STRIDE):
         o_sample = start + o_keys * _STRIDE + _STRIDE // 2
         m_keys = o_sample < begin
-        b_scores = dot(b_query, tl.trans(load_rows(p_codes, o_sample, m_keys, D, D, BLOCK_D))) * b_units[:, None]
+        b_scores = dot(b_query, tl.trans(load_rows(p_codes, o_sample, m_keys, D, D, BLOCK_D))) * unit
         b_scores = tl.where(m_keys[None, :], b_scores + _LIFT, float("-inf"))
         b_max, b_sum = add_scores(b_scores, b_max, b_sum)
     # A token's probability is the largest share that a query gives it, in units of `threshold` even shares.
-    b_bar = b_max + tl.log2(b_sum)
+    b_bar = (b_max + tl.log2(b_sum)) / unit
     wanted = begin.to(tl.float32) * _SHARES / threshold
     # Tokens are taken where the sum of probabilities passes a whole number, so the sum says where they are written.
     passed = ((first + i_block) * _NEXT_BLOCK + i_head.to(tl.int32) * _NEXT_HEAD) % _SHARES
@@ -83,8 +82,8 @@ def choose_kernel(
     for start in range(0, begin, BLOCK_N):
         o_tokens = start + o_keys
         m_keys = o_tokens < begin
-        b_scores = dot(load_rows(p_codes, o_tokens, m_keys, D, D, BLOCK_D), b_turned)
-        b_best = tl.max(b_scores * b_units[None, :] - b_bar[None, :], axis=1)
+        b_products = dot(load_rows(p_codes, o_tokens, m_keys, D, D, BLOCK_D), b_turned)
+        b_best = tl.max(b_products - b_bar[None, :], axis=1) * unit
         b_share = tl.minimum(tl.maximum(tl.exp2(tl.minimum(b_best, 10.0)) * wanted, floor), 1.0 * _SHARES)
         b_share = tl.where(o_tokens < sinks, 1.0 * _SHARES, b_share)
         b_share = tl.where(m_keys, tl.ceil(b_share), 0.0).to(tl.int32)

@@ -20,7 +20,7 @@ FLOOR = 1 / 32  # of the probability to be read
 MAX_SHARE = 4  # a block that chooses more than a part of the tokens in so many reads all of them
 MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB
 MAX_TOKENS = 2**20  # that a chosen token's bits can name
-CHOOSING = {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+CHOOSING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 READING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 LOG2E = math.log2(math.e)
 CODE_PEAK = 240.0
@@ -59,8 +59,9 @@ def encode(key: Tensor) -> tuple[Tensor, Tensor]:
     """Codes `[batch, kv_heads, tokens, dim]` of keys less their mean, and the step of each head `[batch, kv_heads]`."""
     centred = key - key.mean(dim=2, keepdim=True, dtype=torch.float32).to(key.dtype)
     peaks = centred.abs().amax(dim=(2, 3)).float().clamp_min(1e-20)
-    codes = centred.mul_((CODE_PEAK / peaks).to(key.dtype)[:, :, None, None])
-    return codes.to(find_code_type(key)).contiguous(), peaks / CODE_PEAK
+    scales = (CODE_PEAK / peaks).to(key.dtype)
+    codes = centred.mul_(scales[:, :, None, None])
+    return codes.to(find_code_type(key)).contiguous(), 1 / scales.float()
 
 
 def find_code_type(key: Tensor) -> torch.dtype:
