@@ -11,12 +11,12 @@ import triton.language as tl
 
 from .blocks import dot
 
-SHARES = 1024  # steps of the probability to be read, which the low bits of a chosen token hold
-_SHARES, _BITS = tl.constexpr(SHARES), tl.constexpr(11)
+SHARES = 256  # steps of the probability to be read, which the low bits of a chosen token hold
+_SHARES, _BITS = tl.constexpr(SHARES), tl.constexpr(9)
 _PEAK = tl.constexpr(240.0)  # of codes, which 8-bit floats hold
 STRIDE = 16  # tokens of which one is scored for the sum that shares are of
 _STRIDE, _LIFT = tl.constexpr(STRIDE), tl.constexpr(math.log2(STRIDE))
-_NEXT_BLOCK, _NEXT_HEAD = tl.constexpr(633), tl.constexpr(391)  # steps of where sampling begins, SHARES a round
+_NEXT_BLOCK, _NEXT_HEAD = tl.constexpr(159), tl.constexpr(97)  # steps of where sampling begins, SHARES a round
 
 
 @triton.jit
@@ -36,21 +36,20 @@ def add_scores(b_scores, b_max, b_sum):
     return b_new, b_sum * tl.exp2(b_max - b_new) + tl.sum(tl.exp2(b_scores - b_new[:, None]), axis=1)
 
 
-@triton.jit(do_not_specialize=["first", "tokens", "capacity", "sinks"])
-def choose_kernel(
-    p_query, p_codes, p_steps, p_chosen, p_counts,
-    s_query_row, s_query_head, s_query_token, heads, first, tokens, capacity, sinks, scaling, threshold, floor,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "tokens", "columns", "sinks"])
+def share_kernel(
+    p_query, p_codes, p_steps, p_shares,
+    s_query_row, s_query_head, s_query_token, heads, first, tokens, columns, sinks, scaling, threshold, floor,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the tokens before a block of queries that these read: `p_chosen` `[heads, blocks, capacity]`, each with
-    its probability, and `p_counts`, which may be above `capacity`: then not all were written."""
+    """The probabilities, in `SHARES`, less one, by which a block of queries is to read each token before it: uint8
+    `[heads, blocks, columns]`."""
     i_block, i_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_list = i_head * tl.num_programs(0) + i_block
     begin = (first + i_block) * BLOCK_M  # of the block, and the end of the tokens to choose from
     o_queries, o_keys = begin + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     p_query += i_head // heads * s_query_row + i_head % heads * s_query_head
     p_codes += i_head // G * tokens * D
+    p_shares += (i_head * tl.num_programs(0) + i_block) * columns
     b_query = load_rows(p_query, o_queries, o_queries < tokens, s_query_token, D, BLOCK_D).to(tl.float32)
     peak = tl.maximum(tl.max(tl.abs(b_query)), 1e-20)
     b_query = (b_query * (1.0 / peak * _PEAK)).to(p_codes.dtype.element_ty)
@@ -72,12 +71,9 @@ def choose_kernel(
         b_scores = dot(b_query, tl.trans(load_rows(p_codes, o_sample, m_keys, D, D, BLOCK_D))) * unit
         b_scores = tl.where(m_keys[None, :], b_scores + _LIFT, float("-inf"))
         b_max, b_sum = add_scores(b_scores, b_max, b_sum)
-    # A token's probability is the largest share that a query gives it, in units of `threshold` even shares.
+    # The largest share that a query gives a token, in units of `threshold` even shares.
     b_bar = (b_max + tl.log2(b_sum)) / unit
     wanted = begin.to(tl.float32) * _SHARES / threshold
-    # Tokens are taken where the sum of probabilities passes a whole number, so the sum says where they are written.
-    passed = ((first + i_block) * _NEXT_BLOCK + i_head.to(tl.int32) * _NEXT_HEAD) % _SHARES
-    p_chosen += i_list * capacity
     b_turned = tl.trans(b_query)
     for start in range(0, begin, BLOCK_N):
         o_tokens = start + o_keys
@@ -86,7 +82,26 @@ def choose_kernel(
         b_best = tl.max(b_products - b_bar[None, :], axis=1) * unit
         b_share = tl.minimum(tl.maximum(tl.exp2(tl.minimum(b_best, 10.0)) * wanted, floor), 1.0 * _SHARES)
         b_share = tl.where(o_tokens < sinks, 1.0 * _SHARES, b_share)
-        b_share = tl.where(m_keys, tl.ceil(b_share), 0.0).to(tl.int32)
+        tl.store(p_shares + o_tokens, (tl.ceil(b_share) - 1.0).to(tl.uint8), mask=m_keys)
+
+
+@triton.jit(do_not_specialize=["first", "columns", "capacity"])
+def sample_kernel(
+    p_shares, p_chosen, p_counts, first, columns, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Takes tokens where the sum of their probabilities passes a whole number, so that it says where they are written:
+    to `p_chosen` int32 `[heads, blocks, capacity]`, each with its probability. `p_counts` `[heads, blocks]` may be above
+    `capacity`: then not all were written."""
+    i_block, i_head = tl.program_id(0), tl.program_id(1)
+    i_list = i_head.to(tl.int64) * tl.num_programs(0) + i_block
+    begin = (first + i_block) * BLOCK_M
+    passed = ((first + i_block) * _NEXT_BLOCK + i_head * _NEXT_HEAD) % _SHARES
+    p_shares += i_list * columns
+    p_chosen += i_list * capacity
+    for start in range(0, begin, BLOCK_N):
+        o_tokens = start + tl.arange(0, BLOCK_N)
+        m_tokens = o_tokens < begin
+        b_share = tl.where(m_tokens, tl.load(p_shares + o_tokens, mask=m_tokens, other=0).to(tl.int32) + 1, 0)
         b_passed = passed + tl.cumsum(b_share, axis=0)
         o_list = b_passed // _SHARES
         m_taken = (o_list > (b_passed - b_share) // _SHARES) & (o_list <= capacity)
@@ -132,12 +147,12 @@ def read_kernel(
     for start in range(0, count, BLOCK_N):
         o_list = start + o_keys
         m_keys = o_list < count
-        b_chosen = tl.load(p_chosen + o_list, mask=m_keys & (o_list < capacity), other=0)
+        b_chosen = tl.load(p_chosen + o_list, mask=m_keys & (o_list < capacity), other=1)
         b_chosen = tl.where(all_tokens, (o_list << _BITS) | _SHARES, b_chosen)
         o_tokens = b_chosen >> _BITS
         b_keys = load_rows(p_keys, o_tokens, m_keys, s_key_token, D, BLOCK_D)
         b_values = load_rows(p_values, o_tokens, m_keys, s_value_token, V, BLOCK_V)
-        b_lift = 10.0 - tl.log2((b_chosen & (2 * _SHARES - 1)).to(tl.float32))  # of its weight
+        b_lift = _BITS - 1.0 - tl.log2((b_chosen & (2 * _SHARES - 1)).to(tl.float32))  # of its weight
         b_lift = tl.where(m_keys, b_lift, float("-inf"))
         b_scores = dot(b_query, tl.trans(b_keys)) * scaling + b_lift[None, :]
         b_max, b_sum, b_out = attend_finite(b_scores, b_values, b_max, b_sum, b_out)

@@ -13,14 +13,15 @@ import torch
 import triton
 from torch import Tensor
 
-from .prompt_kernels import SHARES, choose_kernel, read_kernel
+from .prompt_kernels import SHARES, read_kernel, sample_kernel, share_kernel
 
 BLOCK = 128  # queries that read together
-FLOOR = 1 / 32  # of the probability to be read
+FLOOR = 1 / 64  # of the probability to be read
 MAX_SHARE = 4  # a block that chooses more than a part of the tokens in so many reads all of them
-MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB
+MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and as much for their probabilities
 MAX_TOKENS = 2**20  # that a chosen token's bits can name
-CHOOSING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+SHARING = {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
+SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
 READING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 LOG2E = math.log2(math.e)
 CODE_PEAK = 240.0
@@ -86,15 +87,17 @@ def _choose(
     query: Tensor, codes: Tensor, steps: Tensor, first: int, blocks: int, capacity: int, scaling: float,
     threshold: float, sinks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `choose_kernel` writes for so many blocks from `first` on, `[batch * heads, blocks, capacity]`."""
+    """What `sample_kernel` writes for so many blocks from `first` on."""
     (batch, heads, tokens, dim), device = query.shape, query.device
+    grid, columns = (blocks, batch * heads), (first + blocks - 1) * BLOCK
+    shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=device)
     chosen = torch.empty(batch * heads, blocks, capacity, dtype=torch.int32, device=device)
     counts = torch.empty(batch * heads, blocks, dtype=torch.int32, device=device)
-    choose_kernel[blocks, batch * heads](
-        query, codes, steps, chosen, counts, *query.stride()[:3], heads, first, tokens, capacity, sinks,
-        scaling * LOG2E, threshold, FLOOR * SHARES,
-        G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=BLOCK, **CHOOSING,
+    share_kernel[grid](
+        query, codes, steps, shares, *query.stride()[:3], heads, first, tokens, columns, sinks, scaling * LOG2E,
+        threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=BLOCK, **SHARING,
     )  # fmt: skip
+    sample_kernel[grid](shares, chosen, counts, first, columns, capacity, BLOCK_M=BLOCK, **SAMPLING)
     return chosen, counts
 
 
