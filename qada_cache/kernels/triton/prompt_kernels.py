@@ -14,6 +14,8 @@ from .blocks import dot
 SHARES = 256  # steps of the probability to be read, which the low bits of a chosen token hold
 _SHARES, _BITS = tl.constexpr(SHARES), tl.constexpr(9)
 _PEAK = tl.constexpr(240.0)  # of codes, which 8-bit floats hold
+FEW = 1024  # tokens: even shares are those of so many where there are fewer
+_FEW = tl.constexpr(FEW)
 STRIDE = 16  # tokens of which one is scored for the sum that shares are of
 _STRIDE, _LIFT = tl.constexpr(STRIDE), tl.constexpr(math.log2(STRIDE))
 _NEXT_BLOCK, _NEXT_HEAD = tl.constexpr(159), tl.constexpr(97)  # steps of where sampling begins, SHARES a round
@@ -73,7 +75,7 @@ def share_kernel(
         b_max, b_sum = add_scores(b_scores, b_max, b_sum)
     # The largest share that a query gives a token, in units of `threshold` even shares.
     b_bar = (b_max + tl.log2(b_sum)) / unit
-    wanted = begin.to(tl.float32) * _SHARES / threshold
+    wanted = tl.maximum(begin, _FEW).to(tl.float32) * _SHARES / threshold
     b_turned = tl.trans(b_query)
     for start in range(0, begin, BLOCK_N):
         o_tokens = start + o_keys

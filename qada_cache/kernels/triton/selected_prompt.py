@@ -20,7 +20,7 @@ FLOOR = 1 / 64  # of the probability to be read
 MAX_SHARE = 4  # a block that chooses more than a part of the tokens in so many reads all of them
 MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and as much for their probabilities
 MAX_TOKENS = 2**20  # that a chosen token's bits can name
-SHARING = {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
+SHARING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
 READING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 LOG2E = math.log2(math.e)
@@ -30,7 +30,7 @@ CODE_PEAK = 240.0
 def selected_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, out: Tensor
 ) -> Tensor:
-    """Causal attention of a prompt.
+    """Causal attention of a prompt, by selection.
 
     Args:
         query: `[batch, heads, tokens, dim]`.
@@ -40,20 +40,24 @@ def selected_attention(
         sinks: first tokens, which all read.
         out: `[batch, heads, tokens, value_dim]` in the query's dtype, written.
 
-    Returns the pairs of a query and a token before its block that were read, int64 on the device.
+    Returns the pairs of a query and a token up to its own that were computed, of `batch * heads * tokens * (tokens + 1)
+    / 2`: int64 `[]` on the device, which is not waited for.
     """
     batch, heads, tokens = query.shape[:3]
     codes, steps = encode(key)
-    blocks, read = -(-tokens // BLOCK), []
-    first = 0
+    blocks = -(-tokens // BLOCK)
+    begins = torch.arange(blocks, device=query.device) * BLOCK
+    sizes = (tokens - begins).clamp_max(BLOCK)
+    pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
     while first < blocks:
         some, capacity = _find_slice(first, blocks, batch * heads)
-        chosen, counts = _choose(query, codes, steps, first, some, capacity, scaling, threshold, sinks)
-        _read(query, key, value, chosen, counts, out, first, scaling)
-        before = torch.arange(first, first + some, device=query.device) * BLOCK
-        read.append(torch.where(counts > capacity, before, counts).sum())
+        told = {"scaling": scaling, "threshold": threshold, "sinks": sinks}
+        chosen, counts = draw(find_shares(query, codes, steps, first, some, **told), first, capacity)
+        read(query, key, value, chosen, counts, out, first, scaling)
+        of = slice(first, first + some)
+        pairs += (torch.where(counts > capacity, begins[of], counts) * sizes[of]).sum()
         first += some
-    return torch.stack(read).sum() * BLOCK
+    return pairs
 
 
 def encode(key: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,28 +87,36 @@ def _find_capacity(blocks: int) -> int:
     return max(BLOCK, blocks * BLOCK // MAX_SHARE)
 
 
-def _choose(
-    query: Tensor, codes: Tensor, steps: Tensor, first: int, blocks: int, capacity: int, scaling: float,
-    threshold: float, sinks: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `sample_kernel` writes for so many blocks from `first` on."""
-    (batch, heads, tokens, dim), device = query.shape, query.device
-    grid, columns = (blocks, batch * heads), (first + blocks - 1) * BLOCK
-    shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=device)
-    chosen = torch.empty(batch * heads, blocks, capacity, dtype=torch.int32, device=device)
-    counts = torch.empty(batch * heads, blocks, dtype=torch.int32, device=device)
-    share_kernel[grid](
+def find_shares(
+    query: Tensor, codes: Tensor, steps: Tensor, first: int, blocks: int, *, scaling: float, threshold: float, sinks: int
+) -> Tensor:
+    """What `share_kernel` writes of so many blocks from `first` on: uint8 `[batch * heads, blocks, tokens before the
+    last block]`."""
+    batch, heads, tokens, dim = query.shape
+    columns = (first + blocks - 1) * BLOCK
+    shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=query.device)
+    share_kernel[blocks, batch * heads](
         query, codes, steps, shares, *query.stride()[:3], heads, first, tokens, columns, sinks, scaling * LOG2E,
         threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=BLOCK, **SHARING,
     )  # fmt: skip
-    sample_kernel[grid](shares, chosen, counts, first, columns, capacity, BLOCK_M=BLOCK, **SAMPLING)
+    return shares
+
+
+def draw(shares: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """What `sample_kernel` writes: tokens, int32 `[batch * heads, blocks, capacity]`, and their counts, int32 `[batch *
+    heads, blocks]`."""
+    heads, blocks, columns = shares.shape
+    chosen = torch.empty(heads, blocks, capacity, dtype=torch.int32, device=shares.device)
+    counts = torch.empty(heads, blocks, dtype=torch.int32, device=shares.device)
+    told = chosen, counts, first, columns, capacity
+    sample_kernel[blocks, heads](shares, *told, BLOCK_M=BLOCK, **SAMPLING)
     return chosen, counts
 
 
-def _read(
+def read(
     query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, counts: Tensor, out: Tensor, first: int, scaling: float
 ) -> None:
-    """Has `read_kernel` write its blocks of `out`."""
+    """Has `read_kernel` write the blocks of `out` from `first` on that `draw` chose for."""
     (batch, heads, tokens, dim), value_dim = query.shape, value.shape[3]
     strides = (stride for tensor in (query, key, value, out) for stride in tensor.stride()[:3])
     read_kernel[chosen.shape[1], batch * heads](
