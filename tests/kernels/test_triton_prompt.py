@@ -53,9 +53,9 @@ def test_probabilities(call: tuple) -> None:
         for head in range(heads):
             wanted = reference.probabilities(query[0, head], key[0, head // (heads // kv_heads)], block, **told)
             assert 1 < wanted.mean() < 250
-            off = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}[dtype]  # of codes in such numbers
-            assert (found[head] >= torch.ceil(wanted * (1 - off)).int()).all()
-            assert (found[head] <= torch.ceil(wanted * (1 + off)).int()).all()
+            off = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]  # of codes in such numbers
+            assert (found[head] >= torch.ceil(wanted * (1 - off)).clamp_min(4).int()).all()
+            assert (found[head] <= torch.ceil(wanted * (1 + off)).clamp_max(256).int()).all()
 
 
 def test_a_sample() -> None:
@@ -93,7 +93,7 @@ def test_attention_of_a_sample(call: tuple) -> None:
             kept = dict.fromkeys(range(block * reference.BLOCK), 256)
         group = head // (heads // kv_heads)
         wanted = reference.attend(query[0, head], key[0, group], value[0, group], block, kept, SCALING)
-        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        tolerance = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
         torch.testing.assert_close(out[0, head, block * reference.BLOCK :].double(), wanted, rtol=0, atol=tolerance)
     assert out[:, :, : block * reference.BLOCK].isnan().all()
 
@@ -113,7 +113,7 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_a_low_threshold_reads_everything() -> None:
     call = tensors(300, 4, 2, 64, 64, torch.float32)
     out, pairs = attend(call, 1e-9)
-    torch.testing.assert_close(out.double(), in_float64(*call), rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.double(), in_float64(*call), rtol=0, atol=3e-5)
     assert pairs == 4 * 300 * 301 // 2
 
 

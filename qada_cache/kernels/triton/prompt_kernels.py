@@ -74,7 +74,7 @@ def share_kernel(
         b_scores = tl.where(m_keys[None, :], b_scores + _LIFT, float("-inf"))
         b_max, b_sum = add_scores(b_scores, b_max, b_sum)
     # The largest share that a query gives a token, in units of `threshold` even shares.
-    b_bar = (b_max + tl.log2(b_sum)) / unit
+    b_bar = tl.where(o_queries < tokens, (b_max + tl.log2(b_sum)) / unit, float("inf"))
     wanted = tl.maximum(begin, _FEW).to(tl.float32) * _SHARES / threshold
     b_turned = tl.trans(b_query)
     for start in range(0, begin, BLOCK_N):
