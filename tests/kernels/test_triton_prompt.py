@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import sampled_prompt_reference as reference
 import torch
+from harness import new_layer
 from torch import Tensor
+
+from qada_cache.attention.exact import attend_to_prompt
+from qada_cache.kernels import prompt_choice
+from qada_cache.kernels.operands import Query
+from qada_cache.state.layer import QAdALayer
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from test_triton import interpreter
@@ -39,12 +47,13 @@ def tensors(tokens: int, heads: int, kv_heads: int, dim: int, value_dim: int, dt
 def find_shares(query: Tensor, key: Tensor, block: int, threshold: float) -> Tensor:
     """256ths of one block, for each head."""
     codes, steps = selected_prompt.encode(key)
-    shares = selected_prompt.find_shares(query, codes, steps, block, 1, scaling=SCALING, threshold=threshold, sinks=SINKS)
+    told = {"scaling": SCALING, "threshold": threshold, "sinks": SINKS}
+    shares = selected_prompt.find_shares(query, codes, steps, block, 1, **told)
     return shares[:, 0].int() + 1
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_probabilities(call: tuple) -> None:
+def test_probabilities(call: tuple[Any, ...]) -> None:
     query, key, _ = tensors(*call)
     tokens, heads, kv_heads, *_, dtype = call
     for block in (1, (tokens - 1) // reference.BLOCK):
@@ -74,7 +83,7 @@ def test_a_sample() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_attention_of_a_sample(call: tuple) -> None:
+def test_attention_of_a_sample(call: tuple[Any, ...]) -> None:
     query, key, value = tensors(*call)
     tokens, heads, kv_heads, *_, dtype = call
     made, block = torch.Generator().manual_seed(1), (tokens - 1) // reference.BLOCK
@@ -121,9 +130,9 @@ def test_what_is_not_read_is_stood_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of samples cancel: those of a mean over many are far smaller than each one's own."""
     monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
     query, key, value = tensors(384, 1, 1, 64, 64, torch.float32)
-    query = (query / 2.5).expand(1, 16, -1, -1).contiguous()  # heads alike but for their samples
+    query = (query / 2.5).expand(1, 8, -1, -1).contiguous()  # heads alike but for their samples
     exact, (out, pairs) = in_float64(query, key, value), attend([query, key, value], 1500.0)
-    assert pairs < 0.7 * 16 * 384 * 385 // 2
+    assert pairs < 0.7 * 8 * 384 * 385 // 2
     errors = (out - exact)[0, :, 128:]
     assert errors.mean(0).square().mean() < 0.25 * errors.square().mean()
 
@@ -137,3 +146,33 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selected_prompt, "MAX_CHOSEN", 2**26)
     assert torch.equal(several[0], attend(call, 300.0)[0])
     assert whole[0].shape == several[0].shape
+
+
+def select(kernels: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Tensor | None, QAdALayer, list[Tensor]]:
+    """What a layer makes of a prompt of two rows."""
+    monkeypatch.setattr(prompt_choice, "MIN_TOKENS", 1)
+    call = [part.expand(2, -1, -1, -1) for part in tensors(300, 4, 2, 64, 48, torch.float32)]
+    layer = new_layer(*call[1:], kernels=kernels, prefill_threshold=300.0, sink_tokens=SINKS)
+    return attend_to_prompt(layer, Query(call[0], SCALING, **more), *call[1:]), layer, call
+
+
+def test_a_layer_reads_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, layer, call = select("triton", monkeypatch)
+    out, pairs = attend(call, 300.0)
+    assert found is not None
+    assert torch.equal(found, out.transpose(1, 2))
+    assert int(layer.counters.prompt_read_pairs) == pairs < layer.counters.prompt_pairs == 2 * 4 * 300 * 301 // 2
+
+
+def test_what_it_does_not_serve_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, caps and masks; and a kernel at fault."""
+    for more in ({"softcap": 30.0}, {"visible": torch.ones(1, 300, 300, dtype=torch.bool)}, {"sink_logits": ONE[0]}):
+        assert select("triton", monkeypatch, **more)[0] is None
+    monkeypatch.setattr(prompt_choice, "_find_prompt_fault", lambda *_, **__: "it is off")
+    assert select("triton", monkeypatch)[1].counters.prompt_read_pairs == 0
+    called = []
+    monkeypatch.setattr(selected_prompt, "selected_attention", lambda *_, **__: called.append(1))
+    valid = torch.ones(2, 300, dtype=torch.bool)
+    monkeypatch.setattr(prompt_choice, "_find_prompt_fault", lambda *_, **__: None)
+    select("triton", monkeypatch, valid=valid)
+    assert not called

@@ -92,8 +92,8 @@ def sample_kernel(
     p_shares, p_chosen, p_counts, first, columns, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Takes tokens where the sum of their probabilities passes a whole number, so that it says where they are written:
-    to `p_chosen` int32 `[heads, blocks, capacity]`, each with its probability. `p_counts` `[heads, blocks]` may be above
-    `capacity`: then not all were written."""
+    to `p_chosen` int32 `[heads, blocks, capacity]`, each with its probability. `p_counts` `[heads, blocks]` may be
+    above `capacity`: then not all were written."""
     i_block, i_head = tl.program_id(0), tl.program_id(1)
     i_list = i_head.to(tl.int64) * tl.num_programs(0) + i_block
     begin = (first + i_block) * BLOCK_M

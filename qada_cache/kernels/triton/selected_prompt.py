@@ -19,7 +19,7 @@ BLOCK = 128  # queries that read together
 FLOOR = 1 / 64  # of the probability to be read
 MAX_SHARE = 4  # a block that chooses more than a part of the tokens in so many reads all of them
 MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and as much for their probabilities
-MAX_TOKENS = 2**20  # that a chosen token's bits can name
+MAX_TOKENS = 2**22  # that a chosen token's bits can name
 SHARING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
 READING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
@@ -88,8 +88,9 @@ def _find_capacity(blocks: int) -> int:
 
 
 def find_shares(
-    query: Tensor, codes: Tensor, steps: Tensor, first: int, blocks: int, *, scaling: float, threshold: float, sinks: int
-) -> Tensor:
+    query: Tensor, codes: Tensor, steps: Tensor, first: int, blocks: int, *, scaling: float, threshold: float,
+    sinks: int,
+) -> Tensor:  # fmt: skip
     """What `share_kernel` writes of so many blocks from `first` on: uint8 `[batch * heads, blocks, tokens before the
     last block]`."""
     batch, heads, tokens, dim = query.shape
