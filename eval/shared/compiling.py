@@ -28,6 +28,7 @@ from qada_cache.sketch.coded import STRIDES, RecordLayout, Records
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
+TYPES[torch.float8_e4m3fn] = "fp8e4nv"
 KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
 STORING = {coding: ("describe_kernel", "code_kernel", "scale_kernel"), deriving: ("derive_kernel",)}  # and, of records:
 RECORDING = {recording: ("record_kernel",)}

@@ -1,6 +1,7 @@
 """Exact attention of many new tokens: of a prompt over itself, where keys may be selected instead, and of a chunk or a
 long turn over everything cached."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from ..kernels import merge_partials, partial_attention
 from ..kernels.cpu import prompt, selected_prompt
 from ..kernels.operands import Query
+from ..kernels.prompt_choice import find_selected_attention
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.padding import find_real_tokens
@@ -24,10 +26,16 @@ def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor)
     states = query.states
     if layer.options.kernels == "torch" or query.softcap is not None or query.sink_logits is not None:
         return None
-    if query.visible is not None or not prompt.serves(states, key, value, causal=True):
+    if query.visible is not None:
         return None
-    batch, heads, tokens = states.shape[:3]
-    out, options = states.new_zeros(batch, tokens, heads, value.shape[3]), layer.options
+    (batch, heads, tokens), options = states.shape[:3], layer.options
+    if options.prefill_threshold > 0 and query.valid is None:
+        select = find_selected_attention(states, key, value, options.kernels)
+        if select is not None:
+            return _select(select, layer, query, key, value)
+    if not prompt.serves(states, key, value, causal=True):
+        return None
+    out = states.new_zeros(batch, tokens, heads, value.shape[3])
     selects = options.prefill_threshold > 0 and selected_prompt.serves(states, value)
     whole = query.valid is None and not selects
     for rows in [slice(0, batch)] if whole else [slice(row, row + 1) for row in range(batch)]:
@@ -46,6 +54,16 @@ def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor)
             prompt.prompt_attention(*own, scaling=query.scaling, causal=True, out=to)
         if not isinstance(real, slice):
             out[rows, real] = found
+    return out
+
+
+def _select(select: Callable[..., Tensor], layer: QAdALayer, query: Query, key: Tensor, value: Tensor) -> Tensor:
+    """What `attend_to_prompt` returns, by a kernel that `find_selected_attention` found."""
+    batch, heads, tokens = query.states.shape[:3]
+    out, options = query.states.new_empty(batch, tokens, heads, value.shape[3]), layer.options
+    told = {"scaling": query.scaling, "threshold": options.prefill_threshold, "sinks": options.sink_tokens}
+    layer.counters.prompt_read_pairs += select(query.states, key, value, out=out.transpose(1, 2), **told)
+    layer.counters.prompt_pairs += batch * heads * tokens * (tokens + 1) // 2
     return out
 
 

@@ -24,7 +24,7 @@ class Counters:
     dense_bulk_bytes: int = 0
     streamed_bytes: int = 0
     prompt_pairs: int = 0
-    prompt_read_pairs: int = 0
+    prompt_read_pairs: int | Tensor = 0  # int64 [] once a device counts them
     # float64 [5], sums over audited decisions of query heads: all; truly long-context; of these, found; called
     # long-context; missed attention. None before the first.
     audited: Tensor | None = None

@@ -1,0 +1,65 @@
+"""Which kernel of Triton's reads a prompt by selection: asked once, and tried before it serves."""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..said_once import warn_once
+from .choice import AUTO_DEVICES, explain_unsupported
+from .reference import find_fault, partial_attention
+
+logger = logging.getLogger(__name__)
+MAX_DIM = 128  # of heads, of which a program holds a block of queries and blocks of keys
+MIN_TOKENS = 1024  # of a prompt: a shorter one takes no time
+TRIED_TOKENS, LOW = 300, 1e-9  # at such a threshold every token is read
+
+
+def find_selected_attention(query: Tensor, key: Tensor, value: Tensor, kernels: str) -> Callable[..., Tensor] | None:
+    """`triton.selected_prompt.selected_attention` where it computes such a prompt, of shapes as there; else None, and
+    the prompt is read exactly. `kernels` is one of `choice.KINDS`."""
+    if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
+        return None
+    batch, heads, tokens, dim = query.shape
+    packed = all(tensor.stride(3) == 1 for tensor in (query, key, value))
+    if not packed or key.shape[2] != tokens or tokens < MIN_TOKENS or (torch.is_grad_enabled() and query.requires_grad):
+        return None
+    if (reason := explain_unsupported(query, key, value, None)) is None:
+        if (query.dtype.itemsize > 2 and query.device.type == "cuda") or max(dim, value.shape[3]) > MAX_DIM:
+            reason = f"its kernel has 16-bit heads of up to {MAX_DIM} channels, not {query.dtype} ones of {dim}"
+        else:
+            from .triton import selected_prompt
+
+            if tokens > selected_prompt.MAX_TOKENS:
+                reason = f"its kernel has up to {selected_prompt.MAX_TOKENS} tokens, not {tokens}"
+            else:
+                sizes = {"group": heads // key.shape[1], "dim": dim, "value_dim": value.shape[3]}
+                reason = _find_prompt_fault(query.device, query.dtype, **sizes)
+        if reason is None:
+            return selected_prompt.selected_attention
+    warn_once(logger, f"prompts are read exactly on {query.device} whatever prefill_threshold is: {reason}")
+    return None
+
+
+@functools.cache
+def _find_prompt_fault(device: torch.device, dtype: torch.dtype, *, group: int, dim: int, value_dim: int) -> str | None:
+    """As `decode_trial.find_decode_fault`, of a short prompt of which everything is read."""
+    from .triton.selected_prompt import selected_attention
+
+    made = torch.Generator().manual_seed(0)
+    shapes = (2 * group, dim), (2, dim), (2, value_dim)
+    call = [torch.randn(1, heads, TRIED_TOKENS, size, generator=made).to(dtype) for heads, size in shapes]
+    keys, values = (part.repeat_interleave(group, dim=1) for part in call[1:])
+    told = {"scaling": dim**-0.5, "threshold": LOW, "sinks": 1}
+
+    def compute() -> tuple[Tensor, ...]:
+        query, key, value = (part.to(device) for part in call)
+        out = query.new_zeros(*query.shape[:3], value_dim)
+        pairs = selected_attention(query, key, value, out=out, **told)
+        return out.cpu(), pairs.cpu()
+
+    expected = partial_attention(call[0], keys, values, scaling=dim**-0.5, causal=True)[0]
+    pairs = torch.tensor(2 * group * TRIED_TOKENS * (TRIED_TOKENS + 1) // 2)
+    return find_fault(compute, (expected.to(dtype), pairs))

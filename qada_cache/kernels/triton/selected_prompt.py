@@ -1,0 +1,131 @@
+"""Selected attention of a prompt on a GPU: a block of queries of one head sees itself and, of the tokens before it, a
+sample that is drawn by their estimated shares of attention.
+
+A token's probability is the largest share that a query of the block gives it, in units of `threshold` even shares, and
+at least `FLOOR`. A token that is read counts as often as its probability goes into one, so the sums of a softmax are
+right on the average, and no estimate of what is not read is needed. Shares are estimated in 8 bits, where the device
+multiplies them, from keys less their mean.
+"""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from .prompt_kernels import SHARES, read_kernel, sample_kernel, share_kernel
+
+BLOCK = 128  # queries that read together
+FLOOR = 1 / 64  # of the probability to be read
+MAX_SHARE = 4  # a block that chooses more than a part of the tokens in so many reads all of them
+MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and as much for their probabilities
+MAX_TOKENS = 2**22  # that a chosen token's bits can name
+SHARING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
+READING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+LOG2E = math.log2(math.e)
+CODE_PEAK = 240.0
+
+
+def selected_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, out: Tensor
+) -> Tensor:
+    """Causal attention of a prompt, by selection.
+
+    Args:
+        query: `[batch, heads, tokens, dim]`.
+        key, value: `[batch, kv_heads, tokens, dim or value_dim]`.
+        scaling: of scores.
+        threshold: times an even share, above 0.
+        sinks: first tokens, which all read.
+        out: `[batch, heads, tokens, value_dim]` in the query's dtype, written.
+
+    Returns the pairs of a query and a token up to its own that were computed, of `batch * heads * tokens * (tokens + 1)
+    / 2`: int64 `[]` on the device, which is not waited for.
+    """
+    batch, heads, tokens = query.shape[:3]
+    codes, steps = encode(key)
+    blocks = -(-tokens // BLOCK)
+    begins = torch.arange(blocks, device=query.device) * BLOCK
+    sizes = (tokens - begins).clamp_max(BLOCK)
+    pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
+    while first < blocks:
+        some, capacity = _find_slice(first, blocks, batch * heads)
+        told = {"scaling": scaling, "threshold": threshold, "sinks": sinks}
+        chosen, counts = draw(find_shares(query, codes, steps, first, some, **told), first, capacity)
+        read(query, key, value, chosen, counts, out, first, scaling)
+        of = slice(first, first + some)
+        pairs += (torch.where(counts > capacity, begins[of], counts) * sizes[of]).sum()
+        first += some
+    return pairs
+
+
+def encode(key: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes `[batch, kv_heads, tokens, dim]` of keys less their mean, and the step of each head `[batch, kv_heads]`."""
+    centred = key - key.mean(dim=2, keepdim=True, dtype=torch.float32).to(key.dtype)
+    peaks = centred.abs().amax(dim=(2, 3)).float().clamp_min(1e-20)
+    scales = (CODE_PEAK / peaks).to(key.dtype)
+    codes = centred.mul_(scales[:, :, None, None])
+    return codes.to(find_code_type(key)).contiguous(), 1 / scales.float()
+
+
+def find_code_type(key: Tensor) -> torch.dtype:
+    """8-bit floats, where products of them are to be had."""
+    narrow = key.device.type == "cuda" and torch.cuda.get_device_capability(key.device) >= (8, 9)
+    return torch.float8_e4m3fn if narrow else key.dtype
+
+
+def _find_slice(first: int, blocks: int, heads: int) -> tuple[int, int]:
+    """How many blocks from `first` on are computed at once, and the tokens that each has room to choose."""
+    some = blocks - first
+    while some > 1 and heads * some * _find_capacity(first + some) > MAX_CHOSEN:
+        some = -(-some // 2)
+    return some, _find_capacity(first + some)
+
+
+def _find_capacity(blocks: int) -> int:
+    return max(BLOCK, blocks * BLOCK // MAX_SHARE)
+
+
+def find_shares(
+    query: Tensor, codes: Tensor, steps: Tensor, first: int, blocks: int, *, scaling: float, threshold: float,
+    sinks: int,
+) -> Tensor:  # fmt: skip
+    """What `share_kernel` writes of so many blocks from `first` on: uint8 `[batch * heads, blocks, tokens before the
+    last block]`."""
+    batch, heads, tokens, dim = query.shape
+    columns = (first + blocks - 1) * BLOCK
+    shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=query.device)
+    share_kernel[blocks, batch * heads](
+        query, codes, steps, shares, *query.stride()[:3], heads, first, tokens, columns, sinks, scaling * LOG2E,
+        threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=BLOCK, **SHARING,
+    )  # fmt: skip
+    return shares
+
+
+def draw(shares: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """What `sample_kernel` writes: tokens, int32 `[batch * heads, blocks, capacity]`, and their counts, int32 `[batch *
+    heads, blocks]`."""
+    heads, blocks, columns = shares.shape
+    chosen = torch.empty(heads, blocks, capacity, dtype=torch.int32, device=shares.device)
+    counts = torch.empty(heads, blocks, dtype=torch.int32, device=shares.device)
+    told = chosen, counts, first, columns, capacity
+    sample_kernel[blocks, heads](shares, *told, BLOCK_M=BLOCK, **SAMPLING)
+    return chosen, counts
+
+
+def read(
+    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, counts: Tensor, out: Tensor, first: int, scaling: float
+) -> None:
+    """Has `read_kernel` write the blocks of `out` from `first` on that `draw` chose for."""
+    (batch, heads, tokens, dim), value_dim = query.shape, value.shape[3]
+    strides = (stride for tensor in (query, key, value, out) for stride in tensor.stride()[:3])
+    read_kernel[chosen.shape[1], batch * heads](
+        query, key, value, chosen, counts, out, *strides, heads, first, tokens, chosen.shape[2], scaling * LOG2E,
+        G=heads // key.shape[1], D=dim, BLOCK_D=_fill(dim), V=value_dim, BLOCK_V=_fill(value_dim), BLOCK_M=BLOCK,
+        **READING,
+    )  # fmt: skip
+
+
+def _fill(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))

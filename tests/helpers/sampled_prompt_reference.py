@@ -1,0 +1,55 @@
+"""A prompt read by a sample, in float64: a second definition, a step at a time, which shares no code with the first.
+
+Probabilities are in 256ths. Steps are apart as a sum of probabilities that is off by one moves all that follows it.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # queries that read together
+STRIDE = 16  # tokens of which one is scored for the sum that shares are of
+FEW = 1024
+
+
+def probabilities(
+    query: Tensor, key: Tensor, block: int, *, tile: int, scaling: float, threshold: float, sinks: int, floor: float
+) -> Tensor:
+    """Float64 256ths, before they are rounded up, that a block of queries `[tokens, dim]` gives each token before it.
+
+    Shares are of their own block's tokens, those of the first tile, and one of each `STRIDE` others for all of these.
+    """
+    begin, tokens = block * BLOCK, len(query)
+    own = torch.arange(begin, min(begin + BLOCK, tokens))
+    centred = key.double() - key.double().mean(0)
+    scores = scaling * query[own].double() @ centred.T
+    near = scores[:, begin : begin + BLOCK].masked_fill(own > own[:, None], -torch.inf)
+    seen = torch.cat([near, scores[:, : min(tile, begin)]], 1)
+    sample = torch.arange(tile + STRIDE // 2, begin, STRIDE)
+    met = torch.cat([seen, scores[:, sample] + torch.tensor(STRIDE).log()], 1).logsumexp(1)
+    shares = (scores[:, :begin] - met[:, None]).exp().amax(0)
+    found = (256 * shares * max(begin, FEW) / threshold).clamp(min=256 * floor, max=256)
+    found[:sinks] = 256
+    return found
+
+
+def sample(probabilities: Tensor, block: int, head: int) -> list[int]:
+    """The tokens that are taken by whole 256ths: those that carry the sum over a multiple of 256."""
+    passed, taken = (159 * block + 97 * head) % 256, []
+    for token, share in enumerate(probabilities.tolist()):
+        if (passed + share) // 256 > passed // 256:
+            taken.append(token)
+        passed += share
+    return taken
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: int, chosen: dict[int, int], scaling: float) -> Tensor:
+    """A block's outputs, where tokens before it are read as often as 256 over what `chosen` has for them."""
+    begin = block * BLOCK
+    own = torch.arange(begin, min(begin + BLOCK, len(query)))
+    scores = scaling * query[own].double() @ key.double().T
+    lift = torch.full((len(key),), -torch.inf, dtype=torch.float64)
+    for token, share in chosen.items():
+        lift[token] = torch.tensor(256 / share).log()
+    lift = lift.repeat(len(own), 1)
+    lift[:, begin : begin + BLOCK] = torch.zeros(len(own), len(own)).masked_fill(own > own[:, None], -torch.inf)
+    return (scores + lift).softmax(-1) @ value.double()

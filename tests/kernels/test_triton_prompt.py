@@ -1,0 +1,178 @@
+"""Prompts read by a sample of their tokens, by Triton's kernels: each step against float64, and the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sampled_prompt_reference as reference
+import torch
+from harness import new_layer
+from torch import Tensor
+
+from qada_cache.attention.exact import attend_to_prompt
+from qada_cache.kernels import prompt_choice
+from qada_cache.kernels.operands import Query
+from qada_cache.state.layer import QAdALayer
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
+from test_triton import interpreter
+
+from qada_cache.kernels.triton import selected_prompt
+
+pytestmark = interpreter
+SCALING, SINKS = 0.15, 5
+TILE = selected_prompt.SHARING["BLOCK_N"]
+ONE = torch.tensor([[0]])
+CALLS = [  # tokens, heads, KV heads, dim, value_dim, dtype
+    (300, 2, 2, 64, 64, torch.float32),
+    (517, 4, 2, 64, 48, torch.bfloat16),
+    (260, 8, 1, 80, 80, torch.float16),
+    (400, 2, 1, 128, 128, torch.float32),
+]
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """One row, laid out as models do, in which few keys stand out: keys far from zero, large in some channels."""
+    made = torch.Generator().manual_seed(tokens)
+    query, key, value = (
+        torch.randn(1, tokens, count, size, generator=made).transpose(1, 2)
+        for count, size in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
+    )
+    spread = torch.linspace(0.3, 3, dim)
+    key = key * spread + 5 * torch.randn(1, kv_heads, 1, dim, generator=made)
+    return [(2.5 * query / spread).to(dtype), key.to(dtype), value.to(dtype)]
+
+
+def find_shares(query: Tensor, key: Tensor, block: int, threshold: float) -> Tensor:
+    """256ths of one block, for each head."""
+    codes, steps = selected_prompt.encode(key)
+    told = {"scaling": SCALING, "threshold": threshold, "sinks": SINKS}
+    shares = selected_prompt.find_shares(query, codes, steps, block, 1, **told)
+    return shares[:, 0].int() + 1
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_probabilities(call: tuple[Any, ...]) -> None:
+    query, key, _ = tensors(*call)
+    tokens, heads, kv_heads, *_, dtype = call
+    for block in (1, (tokens - 1) // reference.BLOCK):
+        found = find_shares(query, key, block, 100.0)
+        told = {"tile": TILE, "scaling": SCALING, "threshold": 100.0, "sinks": SINKS, "floor": selected_prompt.FLOOR}
+        for head in range(heads):
+            wanted = reference.probabilities(query[0, head], key[0, head // (heads // kv_heads)], block, **told)
+            assert 1 < wanted.mean() < 250
+            off = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]  # of codes in such numbers
+            assert (found[head] >= torch.ceil(wanted * (1 - off)).clamp_min(4).int()).all()
+            assert (found[head] <= torch.ceil(wanted * (1 + off)).clamp_max(256).int()).all()
+
+
+def test_a_sample() -> None:
+    made = torch.Generator().manual_seed(0)
+    shares = torch.randint(0, 256, (3, 2, 640), generator=made, dtype=torch.uint8)
+    shares[torch.rand(shares.shape, generator=made) < 0.8] = 3
+    for capacity in (640, 60):
+        chosen, counts = selected_prompt.draw(shares, 4, capacity)
+        for head in range(3):
+            for block in range(2):
+                own = shares[head, block, : (4 + block) * reference.BLOCK].int() + 1
+                wanted = reference.sample(own, 4 + block, head)
+                written = [token << 9 | int(own[token]) for token in wanted][:capacity]
+                assert counts[head, block] == len(wanted)
+                assert chosen[head, block, : len(written)].tolist() == written
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_attention_of_a_sample(call: tuple[Any, ...]) -> None:
+    query, key, value = tensors(*call)
+    tokens, heads, kv_heads, *_, dtype = call
+    made, block = torch.Generator().manual_seed(1), (tokens - 1) // reference.BLOCK
+    chosen = [
+        {token: int(torch.randint(1, 257, (), generator=made)) for token in range(head, block * reference.BLOCK, 3)}
+        for head in range(heads)
+    ]
+    items = torch.tensor([[token << 9 | share for token, share in each.items()][:80] for each in chosen])[:, None]
+    out = torch.full((1, heads, tokens, value.shape[3]), torch.nan, dtype=dtype)
+    counts = torch.full((heads, 1), items.shape[2], dtype=torch.int32)
+    counts[1] += 1  # more than were written
+    selected_prompt.read(query, key, value, items.int().contiguous(), counts, out, block, SCALING)
+    for head in range(heads):
+        kept = dict(list(chosen[head].items())[: items.shape[2]])
+        if head == 1:
+            kept = dict.fromkeys(range(block * reference.BLOCK), 256)
+        group = head // (heads // kv_heads)
+        wanted = reference.attend(query[0, head], key[0, group], value[0, group], block, kept, SCALING)
+        tolerance = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(out[0, head, block * reference.BLOCK :].double(), wanted, rtol=0, atol=tolerance)
+    assert out[:, :, : block * reference.BLOCK].isnan().all()
+
+
+def attend(call: list[Tensor], threshold: float) -> tuple[Tensor, int]:
+    query, _, value = call
+    out = torch.full((*query.shape[:3], value.shape[3]), torch.nan, dtype=query.dtype)
+    pairs = selected_prompt.selected_attention(*call, scaling=SCALING, threshold=threshold, sinks=SINKS, out=out)
+    return out, int(pairs)
+
+
+def in_float64(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    told = {"is_causal": True, "scale": SCALING, "enable_gqa": True}
+    return torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), **told)
+
+
+def test_a_low_threshold_reads_everything() -> None:
+    call = tensors(300, 4, 2, 64, 64, torch.float32)
+    out, pairs = attend(call, 1e-9)
+    torch.testing.assert_close(out.double(), in_float64(*call), rtol=0, atol=3e-5)
+    assert pairs == 4 * 300 * 301 // 2
+
+
+def test_what_is_not_read_is_stood_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of samples cancel: those of a mean over many are far smaller than each one's own."""
+    monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
+    query, key, value = tensors(384, 1, 1, 64, 64, torch.float32)
+    query = (query / 2.5).expand(1, 8, -1, -1).contiguous()  # heads alike but for their samples
+    exact, (out, pairs) = in_float64(query, key, value), attend([query, key, value], 1500.0)
+    assert pairs < 0.7 * 8 * 384 * 385 // 2
+    errors = (out - exact)[0, :, 128:]
+    assert errors.mean(0).square().mean() < 0.25 * errors.square().mean()
+
+
+def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = tensors(520, 2, 1, 64, 64, torch.float32)
+    whole = attend(call, 300.0)
+    monkeypatch.setattr(selected_prompt, "MAX_CHOSEN", 600)
+    monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
+    several = attend(call, 300.0)
+    monkeypatch.setattr(selected_prompt, "MAX_CHOSEN", 2**26)
+    assert torch.equal(several[0], attend(call, 300.0)[0])
+    assert whole[0].shape == several[0].shape
+
+
+def select(kernels: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Tensor | None, QAdALayer, list[Tensor]]:
+    """What a layer makes of a prompt of two rows."""
+    monkeypatch.setattr(prompt_choice, "MIN_TOKENS", 1)
+    call = [part.expand(2, -1, -1, -1) for part in tensors(300, 4, 2, 64, 48, torch.float32)]
+    layer = new_layer(*call[1:], kernels=kernels, prefill_threshold=300.0, sink_tokens=SINKS)
+    return attend_to_prompt(layer, Query(call[0], SCALING, **more), *call[1:]), layer, call
+
+
+def test_a_layer_reads_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, layer, call = select("triton", monkeypatch)
+    out, pairs = attend(call, 300.0)
+    assert found is not None
+    assert torch.equal(found, out.transpose(1, 2))
+    assert int(layer.counters.prompt_read_pairs) == pairs < layer.counters.prompt_pairs == 2 * 4 * 300 * 301 // 2
+
+
+def test_what_it_does_not_serve_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, caps and masks; and a kernel at fault."""
+    for more in ({"softcap": 30.0}, {"visible": torch.ones(1, 300, 300, dtype=torch.bool)}, {"sink_logits": ONE[0]}):
+        assert select("triton", monkeypatch, **more)[0] is None
+    monkeypatch.setattr(prompt_choice, "_find_prompt_fault", lambda *_, **__: "it is off")
+    assert select("triton", monkeypatch)[1].counters.prompt_read_pairs == 0
+    called = []
+    monkeypatch.setattr(selected_prompt, "selected_attention", lambda *_, **__: called.append(1))
+    valid = torch.ones(2, 300, dtype=torch.bool)
+    monkeypatch.setattr(prompt_choice, "_find_prompt_fault", lambda *_, **__: None)
+    select("triton", monkeypatch, valid=valid)
+    assert not called
