@@ -28,15 +28,16 @@ class Launches:
             compiled[grid](*args, *constants)
             return
         # As that does it, but for a description of all arguments that only a hook would read.
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
         told = compiled.function, compiled.packed_metadata, None, None, None
         compiled.run(*grid, stream, *told, *args, *constants)
 
 
 def _is_hooked() -> bool:
     """Whether a profiler, say, is to be told of launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    before, behind = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(behind, "calls", behind))
 
 
 class RowStrides(NamedTuple):

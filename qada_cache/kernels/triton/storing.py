@@ -5,7 +5,6 @@ operations of torch's. Names are as in `kernels.py`.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -127,34 +126,30 @@ class Storer:
         """Put `query.unstored` into column `place`, which a tensor int64 `[1]` has where a graph is captured. By
         `moments`, of one prompt or two, `query.log_bulk` is estimated; without them it stays as it is."""
         assert query.unstored is not None
-        states, key, value = (_pack(part) for part in (query.states, *query.unstored))
-        there, column = (None, place) if isinstance(place, int) else (place, 0)
-        told, strides, aligned = list[Tensor | None](), list[int](), list[bool]()
+        states, key, value = query.states, *query.unstored
+        of_query, of_key, of_value = states.stride(), key.stride(), value.stride()
+        if not of_query[3] == of_key[3] == of_value[3] == 1:  # channels are read side by side
+            states, key, value = states.contiguous(), key.contiguous(), value.contiguous()
+            of_query, of_key, of_value = states.stride(), key.stride(), value.stride()
+        told, strides, variant = list[Tensor | None](), list[int](), [isinstance(place, int)]
         for mean, covariance, log_tokens in moments:
-            told += [mean, covariance, log_tokens]
+            told += mean, covariance, log_tokens
             # From row to row: 0, if all rows share one.
-            strides += [0 if mean.shape[0] == self._kv_heads else self._kv_heads, int(log_tokens.shape[0] > 1)]
-            aligned.append(covariance.data_ptr() % 16 == 0)
+            strides += 0 if mean.shape[0] == self._kv_heads else self._kv_heads, int(log_tokens.shape[0] > 1)
+            variant.append(covariance.data_ptr() % 16 == 0)
         missing = 2 - len(moments)
         told, strides = told + [None] * (3 * missing), strides + [0] * (2 * missing)
-        with _on_device_of(states):
-            self._launches.launch(
-                store_kernel, self._grid if moments else self._store_grid, (there is None, *aligned),
-                states, key, value, *self._near, there, self.log_bulk, *told,
-                *states.stride()[:2], *key.stride()[:2], *value.stride()[:2], *self._near_strides, *strides,
-                column, query.scaling,
-            )  # fmt: skip
+        there, column = (None, place) if isinstance(place, int) else (place, 0)
+        grid = self._grid if moments else self._store_grid
+        arguments = (
+            states, key, value, *self._near, there, self.log_bulk, *told, *of_query[:2], *of_key[:2], *of_value[:2],
+            *self._near_strides, *strides, column, query.scaling,
+        )  # fmt: skip
+        if not states.is_cuda or states.device.index == torch.cuda.current_device():
+            self._launches.launch(store_kernel, grid, tuple(variant), *arguments)
+        else:  # Triton launches on the current device, which it mostly is: to set it takes as long as to launch
+            with torch.cuda.device_of(states):
+                self._launches.launch(store_kernel, grid, tuple(variant), *arguments)
         if moments:
             query.log_bulk = self.log_bulk
         query.unstored = None
-
-
-def _pack(part: Tensor) -> Tensor:
-    return part if part.stride(3) == 1 else part.contiguous()
-
-
-def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which it mostly is: to set it takes as long as to launch."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device_of(tensor)
