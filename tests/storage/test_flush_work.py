@@ -17,6 +17,7 @@ from qada_cache.storage.placement import Placement
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels.triton import launching
 from qada_cache.kernels.triton.coding import code_segments
+from qada_cache.kernels.triton.decoding import decode_tokens
 from qada_cache.kernels.triton.deriving import derive
 from qada_cache.kernels.triton.kernels import INTERPRETED
 from qada_cache.kernels.triton.recording import code_records
@@ -39,7 +40,8 @@ def small_segments() -> Iterator[None]:
 def triton_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, once the kernels have been tried there."""
     monkeypatch.setattr(coding, "AUTO_DEVICES", ("cpu",))
-    monkeypatch.setattr(coding, "_find_coder", lambda *_: coding.Coder(code_segments, derive, code_records))
+    coder = coding.Coder(code_segments, derive, code_records, decode_tokens)
+    monkeypatch.setattr(coding, "_find_coder", lambda *_: coder)
 
 
 def make_tokens(count: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from uses import Use, beams, chunked, copied_and_saved, cropped, one_shot, padde
 
 from qada_cache import QAdACache
 from qada_cache.attention import by_torch, exact
+from qada_cache.state import layer as state_layer
 from qada_cache.storage import bulk, placement
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.bulk_sketch import BulkSketch
@@ -82,6 +83,13 @@ def model() -> PreTrainedModel:
     return tiny(num_hidden_layers=3)
 
 
+@pytest.fixture
+def turns_as_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes turns of more than 8 tokens exactly, whatever the budget; a CPU those of more than a window."""
+    monkeypatch.setattr(state_layer, "DRAFT_TOKENS", 16)
+
+
+@pytest.mark.usefixtures("turns_as_on_cpus")
 @pytest.mark.parametrize("use", [one_shot, chunked, padded, beams, cropped, rows, copied_and_saved, used_again])
 def test_outputs_do_not_depend_on_the_budget(use: Use, model: PreTrainedModel, tmp_path: Path) -> None:
     """To the bit: at any budget, with the bulk on the device, and on a CPU, where nothing is copied. Bytes are within
