@@ -97,7 +97,7 @@ def test_padding(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [KERNEL])
-@pytest.mark.parametrize(("dim", "copied", "step"), [(128, (), 64), (80, (), 4), (80, ("cpu",), 64)])
+@pytest.mark.parametrize(("dim", "copied", "step"), [(128, (), 32), (80, (), 4), (80, ("cpu",), 32)])
 def test_where_records_lie(
     path: Path, dim: int, copied: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
