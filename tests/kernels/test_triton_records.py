@@ -104,7 +104,7 @@ def test_where_records_lie(
     """Before a bus or behind it, and at multiples of how many bytes."""
     monkeypatch.setattr(triton_decode, "COPIED", copied)
     monkeypatch.setitem(coded.STRIDES, "cpu", step)
-    sizes = {"dim": dim, "value_dim": dim, "dtype": torch.bfloat16}
+    sizes = {"dim": dim, "value_dim": dim, "dtype": torch.bfloat16, "bits": 1.5}
     scene = RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, group=4, **sizes)
     run(path, scene, token_threshold=scene.token_threshold())
 
