@@ -20,7 +20,7 @@ RECORD_BITS = (8, 6, 5, 4, 3)  # of a value
 RUNGS = {8: (5, 6), 4: (4, 4)}
 SCALE = torch.bfloat16  # the dtype of scales: its range is that of all models' dtypes
 ALIGNMENT = 4  # bytes
-STRIDES = {"cuda": 64}  # bytes, by the type of the device that computes: records begin at multiples there
+STRIDES = {"cuda": 32}  # bytes, by the type of the device that computes: records begin at multiples there
 WIDE = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}  # of as many bytes as a plane's byte has values
 
 
@@ -64,8 +64,8 @@ class RecordLayout:
         return -(-(2 * SCALE.itemsize + self.key_bytes + self.value_bytes) // ALIGNMENT) * ALIGNMENT
 
     def find_stride(self, device: torch.device) -> int:
-        """Bytes from one record to the next where `device` computes, behind a record zeros. What crosses a bus begins
-        with a line of it, and takes no more of them than there have to be."""
+        """Bytes from one record to the next where `device` computes, behind a record zeros. What crosses a bus is
+        whole sectors of it, and begins with one."""
         step = STRIDES.get(device.type, ALIGNMENT)
         return -(-self.size // step) * step
 

@@ -103,14 +103,14 @@ def test_padding(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [KERNEL])
-@pytest.mark.parametrize(("dim", "copied", "step"), [(128, (), 64), (80, (), 4), (80, ("cpu",), 64)])
+@pytest.mark.parametrize(("dim", "copied", "step"), [(128, (), 32), (80, (), 4), (80, ("cpu",), 32)])
 def test_where_records_lie(
     path: Path, dim: int, copied: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a bus or behind it, and at multiples of how many bytes."""
     monkeypatch.setattr(triton_decode, "COPIED", copied)
     monkeypatch.setitem(coded.STRIDES, "cpu", step)
-    sizes = {"dim": dim, "value_dim": dim, "dtype": torch.bfloat16}
+    sizes = {"dim": dim, "value_dim": dim, "dtype": torch.bfloat16, "bits": 1.5}
     scene = RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, group=4, **sizes)
     run(path, scene, token_threshold=scene.token_threshold())
 

@@ -47,7 +47,7 @@ def store_turned(
 
 @triton.jit
 def find_channels(BLOCK_D: tl.constexpr):
-    """Of keys as `unpack_keys` leaves them, the channel at each place."""
+    """Of keys as `store_keys` leaves them, the channel at each place."""
     o_place = tl.arange(0, BLOCK_D)
     o_byte = o_place % (BLOCK_D // 2)
     return o_byte // 4 * 8 + o_byte % 4 * 2 + o_place // (BLOCK_D // 2)
@@ -55,7 +55,7 @@ def find_channels(BLOCK_D: tl.constexpr):
 
 @triton.jit
 def order_values(b_values):
-    """The values of channels in their order, of such as `unpack_values` leaves them, [rows, BLOCK_V]."""
+    """The values of channels in their order, of such as `store_values` leaves them, [rows, BLOCK_V]."""
     ROWS: tl.constexpr = b_values.shape[0]  # noqa: N806 - a compile-time constant
     BLOCK_V: tl.constexpr = b_values.shape[1]  # noqa: N806 - a compile-time constant
     b_apart = b_values.reshape(ROWS, 4, BLOCK_V // TAKEN, 2)
@@ -96,6 +96,23 @@ def load_eights(
 
 
 @triton.jit
+def load_planes(
+    p_tokens, m_tokens, COUNT: tl.constexpr, FROM: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`load_eights` of planes of 4, 2 and 1 bits, zeros of those that there are not."""
+    b_fours = tl.zeros([p_tokens.shape[0], BLOCK // TAKEN], tl.int32)
+    b_twos, b_ones = b_fours, b_fours
+    if BITS & 4:
+        b_fours = load_eights(p_tokens, m_tokens, COUNT, FROM, BITS, 4, UNIT, BLOCK)
+    if BITS & 2:
+        b_twos = load_eights(p_tokens, m_tokens, COUNT, FROM, BITS, 2, UNIT, BLOCK)
+    if BITS & 1:
+        b_ones = load_eights(p_tokens, m_tokens, COUNT, FROM, BITS, 1, UNIT, BLOCK)
+    return b_fours, b_twos, b_ones
+
+
+@triton.jit
 def spread(b_eights, PLANE: tl.constexpr):
     """Every other one of eight values of `PLANE` bits, the first one included, in the lowest bits of a word's bytes."""
     if PLANE == 4:
@@ -107,45 +124,33 @@ def spread(b_eights, PLANE: tl.constexpr):
 
 
 @triton.jit
-def unpack_keys(
-    p_unpacked, p_tokens, m_tokens, D: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Write codes of keys as bytes, four in each word of `p_unpacked` [tokens, BLOCK_D // 4]: of each eight those with
-    even numbers, and behind them, of all, the others."""
-    b_even = tl.zeros([p_tokens.shape[0], BLOCK_D // TAKEN], tl.int32)
-    b_odd = b_even
-    for plane in tl.static_range(3):
-        if BITS & (4 >> plane):
-            b_eights = load_eights(p_tokens, m_tokens, D, SCALES, BITS, 4 >> plane, UNIT, BLOCK_D)
-            b_even |= spread(b_eights, 4 >> plane) << (BITS & ~((8 >> plane) - 1))
-            b_odd |= spread(b_eights >> (4 >> plane), 4 >> plane) << (BITS & ~((8 >> plane) - 1))
-    o_token, o_eight = tl.arange(0, p_tokens.shape[0]), tl.arange(0, BLOCK_D // TAKEN)
-    p_block = p_unpacked + o_token[:, None] * (BLOCK_D // 4) + o_eight[None, :]
-    tl.store(p_block, b_even)
-    tl.store(p_block + BLOCK_D // TAKEN, b_odd)
+def store_keys(p_unpacked, b_fours, b_twos, b_ones, BITS: tl.constexpr):
+    """Write codes of keys, of `load_planes`, as bytes, four in each word of `p_unpacked` [tokens, BLOCK_D // 4]: of
+    each eight those with even numbers, and behind them, of all, the others."""
+    o_token, o_eight = tl.arange(0, b_fours.shape[0]), tl.arange(0, b_fours.shape[1])
+    p_block = p_unpacked + o_token[:, None] * (2 * b_fours.shape[1]) + o_eight[None, :]
+    for odd in tl.static_range(2):
+        b_codes = tl.zeros(b_fours.shape, tl.int32)
+        if BITS & 4:
+            b_codes |= spread(b_fours >> (4 * odd), 4)
+        if BITS & 2:
+            b_codes |= spread(b_twos >> (2 * odd), 2) << (BITS & 4)
+        if BITS & 1:
+            b_codes |= spread(b_ones >> odd, 1) << (BITS & 6)
+        tl.store(p_block + odd * b_fours.shape[1], b_codes)
 
 
 @triton.jit
-def unpack_values(
-    p_unpacked, p_tokens, m_tokens, V: tl.constexpr, FROM: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def store_values(p_unpacked, b_fours, b_twos, b_ones, BITS: tl.constexpr):
     """Write halves of the odd integers of values as bfloat16, two in each word of `p_unpacked` [tokens, BLOCK_V // 2]:
     of each eight the first and the fifth, of all, behind them the second and the sixth, and so on."""
     FIRST: tl.constexpr = 128.0 + (2**BITS - 1) / 2  # noqa: N806 - a compile-time constant
-    o_token, o_eight = tl.arange(0, p_tokens.shape[0]), tl.arange(0, BLOCK_V // TAKEN)
-    p_block = p_unpacked + o_token[:, None] * (BLOCK_V // 2) + o_eight[None, :]
-    b_fours, b_twos, b_ones = 0, 0, 0
-    if BITS & 4:
-        b_fours = load_eights(p_tokens, m_tokens, V, FROM, BITS, 4, UNIT, BLOCK_V)
-    if BITS & 2:
-        b_twos = load_eights(p_tokens, m_tokens, V, FROM, BITS, 2, UNIT, BLOCK_V)
-        b_twos |= b_twos << 8
-    if BITS & 1:
-        b_ones = load_eights(p_tokens, m_tokens, V, FROM, BITS, 1, UNIT, BLOCK_V)
-        b_ones |= b_ones << 12
+    o_token, o_eight = tl.arange(0, b_fours.shape[0]), tl.arange(0, b_fours.shape[1])
+    p_block = p_unpacked + o_token[:, None] * (4 * b_fours.shape[1]) + o_eight[None, :]
+    b_twos |= b_twos << 8  # the fifth value is now 16 bits from the first
+    b_ones |= b_ones << 12
     for pair in tl.static_range(4):
-        b_pair = tl.zeros([p_tokens.shape[0], BLOCK_V // TAKEN], tl.int32)
+        b_pair = tl.zeros(b_fours.shape, tl.int32)
         if BITS & 4:
             b_pair |= (b_fours >> (4 * pair)) & 0x000F000F
         if BITS & 2:
@@ -156,7 +161,8 @@ def unpack_values(
         b_first = ((b_pair << 16) | 0x43000000).to(tl.float32, bitcast=True) - FIRST
         b_second = ((b_pair & -65536) | 0x43000000).to(tl.float32, bitcast=True) - FIRST
         b_first = (b_first.to(tl.int32, bitcast=True) >> 16) & 65535
-        tl.store(p_block + pair * (BLOCK_V // TAKEN), b_first | (b_second.to(tl.int32, bitcast=True) & -65536))
+        b_second = b_second.to(tl.int32, bitcast=True) & -65536
+        tl.store(p_block + pair * b_fours.shape[1], b_first | b_second)
 
 
 @triton.jit
@@ -182,6 +188,7 @@ def attend_records(
     `p_unpacked` is the program's own: words for `BLOCK_N` tokens' keys, values, and records, if these are first copied
     in blocks of `COPY` words."""
     tl.static_assert(KEY_BITS < 8 and VALUE_BITS < 8)
+    VALUES: tl.constexpr = SCALES + D * KEY_BITS // 8  # noqa: N806 - a compile-time constant
     o_head = tl.arange(0, BLOCK_G)
     o_group = i_group * G + o_head
     m_flags = tl.load(p_flags + o_group, mask=o_head < G, other=0) != 0
@@ -206,8 +213,11 @@ def attend_records(
             tl.debug_barrier()  # threads read what others have written
             p_tokens = p_copies.to(tl.pointer_type(tl.uint8)) + o_block * STRIDE
         b_scales = tl.load(p_tokens.to(tl.pointer_type(tl.int32)), mask=m_tokens, other=0)
-        unpack_keys(p_unpacked, p_tokens, m_tokens, D, KEY_BITS, UNIT, BLOCK_D)
-        unpack_values(p_other, p_tokens, m_tokens, V, SCALES + D * KEY_BITS // 8, VALUE_BITS, UNIT, BLOCK_V)
+        # All is on its way before anything is written.
+        b_fours, b_twos, b_ones = load_planes(p_tokens, m_tokens, D, SCALES, KEY_BITS, UNIT, BLOCK_D)
+        b_four, b_two, b_one = load_planes(p_tokens, m_tokens, V, VALUES, VALUE_BITS, UNIT, BLOCK_V)
+        store_keys(p_unpacked, b_fours, b_twos, b_ones, KEY_BITS)
+        store_values(p_other, b_four, b_two, b_one, VALUE_BITS)
         tl.debug_barrier()  # likewise
         b_codes = tl.trans(tl.load(p_codes))
         b_values = tl.load(p_values)
