@@ -51,8 +51,9 @@ def selected_attention(
     pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
     while first < blocks:
         some, capacity = _find_slice(first, blocks, batch * heads)
-        told = {"scaling": scaling, "threshold": threshold, "sinks": sinks}
-        chosen, counts = draw(find_shares(query, codes, steps, first, some, **told), first, capacity)
+        told = query, codes, steps, first, some
+        shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks)
+        chosen, counts = draw(shares, first, capacity)
         read(query, key, value, chosen, counts, out, first, scaling)
         of = slice(first, first + some)
         pairs += (torch.where(counts > capacity, begins[of], counts) * sizes[of]).sum()
