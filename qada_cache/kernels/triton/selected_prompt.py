@@ -23,6 +23,7 @@ MAX_TOKENS = 2**22  # that a chosen token's bits can name
 SHARING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
 READING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+RAGGED = {**READING, "BLOCK_N": 32}  # of heads that fill no block, whose masks take registers
 LOG2E = math.log2(math.e)
 CODE_PEAK = 240.0
 
@@ -124,7 +125,7 @@ def read(
     read_kernel[chosen.shape[1], batch * heads](
         query, key, value, chosen, counts, out, *strides, heads, first, tokens, chosen.shape[2], scaling * LOG2E,
         G=heads // key.shape[1], D=dim, BLOCK_D=_fill(dim), V=value_dim, BLOCK_V=_fill(value_dim), BLOCK_M=BLOCK,
-        **READING,
+        **(READING if (dim, value_dim) == (_fill(dim), _fill(value_dim)) else RAGGED),
     )  # fmt: skip
 
 
