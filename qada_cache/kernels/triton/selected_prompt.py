@@ -17,7 +17,7 @@ from .prompt_kernels import SHARES, read_kernel, sample_kernel, share_kernel
 
 BLOCK = 128  # queries that read together
 FLOOR = 1 / 64  # of the probability to be read
-MAX_SHARE = 4  # a block that chooses more than a part of the tokens in so many reads all of them
+MAX_SHARE = 2  # a block that chooses more than a part of the tokens in so many reads all of them
 MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and as much for their probabilities
 MAX_TOKENS = 2**22  # that a chosen token's bits can name
 SHARING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
