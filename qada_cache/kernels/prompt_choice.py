@@ -22,7 +22,7 @@ def find_selected_attention(query: Tensor, key: Tensor, value: Tensor, kernels: 
     the prompt is read exactly. `kernels` is one of `choice.KINDS`."""
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
-    batch, heads, tokens, dim = query.shape
+    heads, tokens, dim = query.shape[1:]
     packed = all(tensor.stride(3) == 1 for tensor in (query, key, value))
     if not packed or key.shape[2] != tokens or tokens < MIN_TOKENS or (torch.is_grad_enabled() and query.requires_grad):
         return None

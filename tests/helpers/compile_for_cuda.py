@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from eval.shared.compiling import Compiled, Recorder, Step
+from eval.shared.compiling import Compiled, Recorder, Step, record_prompt
 from qada_cache.kernels import triton as triton_decode
 
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may take, by compute capability
@@ -30,6 +30,18 @@ def check(recorder: Recorder, capability: int, step: Step) -> None:
     if kernel is triton_decode.estimate_kernel:
         assert "dp4a.u32.s32" in compiled.ptx, "bytes of codes are multiplied one by one"
     assert compiled.stack == 0, f"spills registers: {compiled.usage}"
+
+
+def check_prompts(few: bool) -> None:
+    """Kernels that read prompts by selection, by codes that the devices multiply."""
+    usual = [(90, 128, 4, torch.float8_e4m3fn), (80, 128, 4, torch.bfloat16)]
+    rest = [(89, 128, 8, torch.float8_e4m3fn), (80, 80, 1, torch.bfloat16)]
+    for capability, dim, group, codes in usual if few else rest:
+        for recorder in record_prompt(dim, group, codes):
+            compiled = Compiled(recorder, capability)
+            print(f"sm_{capability} {recorder.kernel.__name__}: {compiled.shared} bytes of shared memory")
+            assert compiled.shared <= SHARED[capability], "more shared memory than the device has"
+            assert compiled.stack == 0, f"spills registers: {compiled.usage}"
 
 
 def main() -> None:
@@ -80,6 +92,7 @@ def main() -> None:
     for capability, step in usual_storing if few else rest_storing:
         for recorder in step.record_storing():
             check(recorder, capability, step)
+    check_prompts(few)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,32 @@ from ...sketch.coded import RecordLayout
 from .blocks import WORD_BITS, rotate
 from .coding import find_sizes, round_to_bfloat16
 from .launching import Launches
-from .record_kernels import SCALES, load_plane
+from .record_kernels import SCALES
 from .recording import load_segment, predict_keys
 
 NUMBERS = 1024  # of keys, and of values, that a program decodes at once: twice as many take registers of two programs
 RUN = 64  # tokens that a program decodes; a power of two that divides the tokens of a segment
 # Numbers that follow the tokens or where they lie: nothing is compiled anew for them.
 SIZES = ["s_row", "s_head", "first_row", "first_head", "heads", "first", "tokens", "segments", "s_segment", "s_tokens"]
+
+
+@triton.jit
+def load_plane(
+    p_tokens, m_tokens, COUNT: tl.constexpr, FROM: tl.constexpr, BITS: tl.constexpr, PLANE: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a plane of `PLANE` bits says of `COUNT` codes of `BITS` bits, int8 [tokens, BLOCK]. Planes of these begin at
+    byte `FROM` of the records that `p_tokens` point to, and are read in units of `UNIT` bits, as these are."""
+    VALUES: tl.constexpr = UNIT // PLANE  # noqa: N806 - a compile-time constant
+    DONE: tl.constexpr = BITS & ~(2 * PLANE - 1)  # bits in larger planes  # noqa: N806 - a compile-time constant
+    o_unit = tl.arange(0, BLOCK // VALUES)
+    p_block = p_tokens[:, None] + (FROM + COUNT * DONE // 8) * 8 // UNIT
+    b_units = tl.load(p_block + o_unit[None, :], mask=m_tokens[:, None] & (o_unit < COUNT // VALUES)[None, :], other=0)
+    for level in tl.static_range(5):  # by halves, all of which stay with the thread that has the whole
+        if UNIT >> level > PLANE:
+            b_halves = tl.join(b_units, b_units >> (UNIT >> (level + 1)))
+            b_units = b_halves.reshape(b_halves.shape[0], b_halves.shape[1] * 2)
+    return ((b_units & (2**PLANE - 1)) << DONE).to(tl.int8)
 
 
 @triton.jit

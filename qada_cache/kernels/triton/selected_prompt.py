@@ -17,12 +17,13 @@ from .prompt_kernels import SHARES, read_kernel, sample_kernel, share_kernel
 
 BLOCK = 128  # queries that read together
 FLOOR = 1 / 64  # of the probability to be read
-MAX_SHARE = 4  # a block that chooses more than a part of the tokens in so many reads all of them
+MAX_SHARE = 2  # a block that chooses more than a part of the tokens in so many reads all of them
 MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and as much for their probabilities
 MAX_TOKENS = 2**22  # that a chosen token's bits can name
 SHARING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
 READING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+RAGGED = {**READING, "BLOCK_N": 32}  # of heads that fill no block, whose masks take registers
 LOG2E = math.log2(math.e)
 CODE_PEAK = 240.0
 
@@ -51,8 +52,9 @@ def selected_attention(
     pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
     while first < blocks:
         some, capacity = _find_slice(first, blocks, batch * heads)
-        told = {"scaling": scaling, "threshold": threshold, "sinks": sinks}
-        chosen, counts = draw(find_shares(query, codes, steps, first, some, **told), first, capacity)
+        told = query, codes, steps, first, some
+        shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks)
+        chosen, counts = draw(shares, first, capacity)
         read(query, key, value, chosen, counts, out, first, scaling)
         of = slice(first, first + some)
         pairs += (torch.where(counts > capacity, begins[of], counts) * sizes[of]).sum()
@@ -123,7 +125,7 @@ def read(
     read_kernel[chosen.shape[1], batch * heads](
         query, key, value, chosen, counts, out, *strides, heads, first, tokens, chosen.shape[2], scaling * LOG2E,
         G=heads // key.shape[1], D=dim, BLOCK_D=_fill(dim), V=value_dim, BLOCK_V=_fill(value_dim), BLOCK_M=BLOCK,
-        **READING,
+        **(READING if (dim, value_dim) == (_fill(dim), _fill(value_dim)) else RAGGED),
     )  # fmt: skip
 
 
