@@ -38,17 +38,19 @@ SPLIT_TOKENS, MAX_SPLITS = 256, 128
 # Where tokens are selected, few of a split are read: to begin and to end take most of a program's time. So there are
 # no more programs than a device runs at once, if these are `FEWEST_SPLITS` of a bulk.
 SELECTED_TOKENS, SELECTED_SPLITS, FEWEST_SPLITS = 512, 64, 8
+SELECTED_WARPS = 4
 REGISTERS, MOST_CORES = 65536, 132  # of a multiprocessor, by which programs run at once; of an H100
 SCAN_TOKENS = 256  # among which a program chooses at once; a power of two, as:
 SCAN_SCORES = 1024  # of so many estimates at most: with more, registers spill
 SCAN_RUN = 32  # tokens of a scan that lie side by side; a power of two
 SCAN_STAGES = 3  # of the pipeline that fetches estimates, none in large groups, where registers would spill
 PART_BYTES = 8192  # of parts, float32, that are added at once
+NEAR_PART_BYTES = 4096  # likewise, of the near buffer
 MERGE_STAGES = 5  # of the pipeline that fetches them
 ESTIMATE_HEADS = 8  # query heads that are prepared, and whose scores are estimated, at once
 ESTIMATES = 1024  # scores that are
 ESTIMATE_TOKENS = 512  # of a split of estimates, at least about
-PREPARED_LINES = 16  # queries that are prepared at once, of a head and a segment each; a power of two
+PREPARED_LINES = 8  # queries that are prepared at once, of a head and a segment each; a power of two
 RECORD_SCORES = 1024  # of tokens whose records are read at once
 COPIED = ("cpu",)  # devices whose records come over a bus, by whole ones
 TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
@@ -98,7 +100,7 @@ def _find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[
         nothing: dict[str, Any] = dict.fromkeys(RECORD_SIZES, 0)
         registers = MOST_REGISTERS if many or sizes["G"] == 1 or _count_warps(sizes) > 4 else SELECTED_REGISTERS
         # Of float32, with any number, registers spill.
-        return nothing | {"num_warps": 4, "maxnreg": registers if dtype.itemsize == 2 else None}
+        return nothing | {"num_warps": SELECTED_WARPS, "maxnreg": registers if dtype.itemsize == 2 else None}
     layout, tensor = records.layout, records.tensor
     # Planes of one bit begin at whole words, as all then do, or at whole bytes.
     unit = WORD_BITS if layout.dim % WORD_BITS == layout.value_dim % WORD_BITS == 0 else 8
@@ -240,7 +242,7 @@ class BoundLaunches:
             "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
             "MIN_TOKENS": MIN_TOKENS, "num_warps": _count_warps(sizes),
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
-            **segment_sizes, **at_once, **sizes, **merging, **near,
+            **segment_sizes, **at_once, **sizes, **merging, **near, "PARTS": NEAR_PART_BYTES // torch.float32.itemsize,
         })  # fmt: skip
         self._estimate = Launches(G=group, BLOCK_H=at_once["BLOCK_H"], **estimating, **segment_sizes)
         most = MOST_REGISTERS if _count_warps(sizes) > 4 else None

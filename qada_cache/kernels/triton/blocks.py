@@ -143,7 +143,7 @@ def round_queries(b_rotated, TWICE: tl.constexpr):
     """Rotated queries in 8-bit integers and, if `TWICE`, what these leave `FINER` times as fine, for `take_high` and
     `take_low` [BLOCK_G, BLOCK_D]; and their units [BLOCK_G]."""
     b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_rotated), axis=1), MIN_PEAK), QUERY_LEVELS)
-    b_scaled = tl.div_rn(b_rotated, b_unit[:, None].broadcast_to(b_rotated.shape))
+    b_scaled = b_rotated * (1.0 / b_unit)[:, None]
     b_high = to_nearest(b_scaled)
     b_both = b_high.to(tl.int32)
     if TWICE:

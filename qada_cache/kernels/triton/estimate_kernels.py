@@ -55,7 +55,7 @@ def prepare_segments(
     b_query = tl.load(p_query + o_dim[None, :], mask=m_query, other=0.0).to(tl.float32)
     b_middle = tl.sum(b_query * b_centre, axis=1) * scaling
     b_query = tl.load(p_query + b_order, mask=m_query, other=0.0).to(tl.float32)
-    b_weighed = tl.div_rn(b_query, b_weights)
+    b_weighed = b_query / b_weights
     b_spread = tl.sum(b_weighed * b_weighed * b_errors[None, :], axis=1) * (0.5 * scaling * scaling)
     b_rotated = rotate(tl.where((o_dim < CODED)[None, :], b_weighed, 0.0), BLOCK)
     b_both, b_unit = round_queries(b_rotated, TERMS == 2)

@@ -82,7 +82,8 @@ def selected_kernel(
         token_bytes = tl.where(length >= MIN_TOKENS, RECORD, TOKEN_BYTES)
     p_index += i_group * room + i_split * (room // splits)
     selected = 0
-    b_high = tl.full([BLOCK_Q, BLOCK_S], -1e30, tl.float32)  # of what is not read, lane by lane: below any score
+    # Of what is not read, lane by lane, relative to the cut: all of it is below, and what is far below is nothing.
+    b_shift = tl.where(bulk_tokens > 0, b_score_cut, 0.0)
     b_unread = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     b_lift = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     o_block = tl.arange(0, BLOCK_S)
@@ -101,19 +102,15 @@ def selected_kernel(
         selected += tl.sum(b_selected, axis=0)
         if p_marks is not None:
             tl.store(p_marks + i_held * s_marks + 1 + o_tokens, token_bytes, mask=b_selected == 1)
-        b_left = tl.where(m_read & (b_selected == 0)[None, :], b_scores, float("-inf"))
-        b_new = tl.maximum(b_high, b_left)
-        b_decay, b_gain = tl.exp(b_high - b_new), tl.exp(b_left - b_new)
-        b_unread = b_unread * b_decay + b_gain
-        b_lift = b_lift * b_decay + b_gain * b_scores  # which are finite where there is nothing to gain
-        b_high = b_new
-    b_highest = tl.max(b_high, axis=1)
-    b_decay = tl.exp(b_high - b_highest[:, None])
-    b_all = tl.sum(b_unread * b_decay, axis=1)  # 0, at least 1, or nan, which shows
+        m_left = m_read & (b_selected == 0)[None, :]
+        b_gain = tl.where(m_left, tl.exp(b_scores - b_shift[:, None]), 0.0)
+        b_unread += b_gain
+        b_lift += b_gain * b_scores
+    b_all = tl.sum(b_unread, axis=1)
     b_some = tl.where(b_all == 0.0, 1.0, b_all)
     p_own = p_unread + o_group * 2 * splits + i_split  # [BLOCK_Q]
-    tl.store(p_own, tl.where(b_all == 0.0, float("-inf"), b_highest + tl.log(b_some)), mask=m_head)
-    tl.store(p_own + splits, tl.sum(b_lift * b_decay, axis=1) / b_some, mask=m_head)
+    tl.store(p_own, tl.where(b_all == 0.0, float("-inf"), b_shift + tl.log(b_some)), mask=m_head)
+    tl.store(p_own + splits, tl.sum(b_lift, axis=1) / b_some, mask=m_head)
     tl.debug_barrier()  # threads read what others have written
     if p_bulk_read_bytes is not None:
         tl.atomic_add(p_bulk_read_bytes, tl.cast(selected, tl.int64) * token_bytes, sem="relaxed")
