@@ -54,7 +54,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "SCAN_TOKENS": 16,
         "SCAN_RUN": 4,
     }.items():
-        monkeypatch.setattr(triton_decode, name, value)
+        monkeypatch.setattr(triton_decode.sizing, name, value)
     with small_sketch(32):
         yield
 

@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "PART_BYTES": 2048,
     }
     for name, value in small.items():
-        monkeypatch.setattr(triton_decode, name, value)
+        monkeypatch.setattr(triton_decode.sizing, name, value)
     with small_sketch(40):
         yield
 

@@ -50,7 +50,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "SCAN_TOKENS": 16,
         "SCAN_RUN": 4,
     }.items():
-        monkeypatch.setattr(triton_decode, name, value)
+        monkeypatch.setattr(triton_decode.sizing, name, value)
     monkeypatch.setattr(cpu, "THREAD_TOKENS", 100)
     with small_sketch(40):
         yield
@@ -191,7 +191,7 @@ def test_splits_do_not_matter(path: Path, bits: int, monkeypatch: pytest.MonkeyP
     for tokens, most in ((1000, 128), (16, 128), (50, 128), (1, 7)):
         names = "SPLIT_TOKENS", "ESTIMATE_TOKENS", "SELECTED_TOKENS", "MAX_SPLITS", "SELECTED_SPLITS"
         for name, value in zip(names, (tokens, tokens, tokens, most, most), strict=True):
-            monkeypatch.setattr(triton_decode, name, value)
+            monkeypatch.setattr(triton_decode.sizing, name, value)
         outputs.append(run(path, scene, threshold=threshold)[0])
     for out in outputs[1:]:
         torch.testing.assert_close(out, outputs[0], rtol=1e-5, atol=1e-6)
@@ -200,8 +200,8 @@ def test_splits_do_not_matter(path: Path, bits: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("path", [KERNEL, GPU])
 @pytest.mark.parametrize("bits", [0, 2])
 def test_rows_do_not_matter(path: Path, bits: int) -> None:
-    """A row alone gives what it gives in a batch, to the bit, as long as a device runs the programs of all rows at once:
-    splits depend on the capacity, which is kept."""
+    """A row alone gives what it gives in a batch, to the bit, if a device runs the programs of all rows at once: splits
+    depend on the capacity, which is kept."""
     scene = Scene(bits=bits)
     function, device = path
     threshold = scene.threshold()

@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "SCAN_TOKENS": 64,
         "SCAN_RUN": 4,
     }.items():
-        monkeypatch.setattr(triton_decode, name, value)
+        monkeypatch.setattr(triton_decode.sizing, name, value)
     with small_sketch(40):
         yield
 
@@ -108,7 +108,7 @@ def test_where_records_lie(
     path: Path, dim: int, copied: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a bus or behind it, and at multiples of how many bytes."""
-    monkeypatch.setattr(triton_decode, "COPIED", copied)
+    monkeypatch.setattr(triton_decode.sizing, "COPIED", copied)
     monkeypatch.setitem(coded.STRIDES, "cpu", step)
     sizes = {"dim": dim, "value_dim": dim, "dtype": torch.bfloat16, "bits": 1.5}
     scene = RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, group=4, **sizes)
@@ -141,9 +141,9 @@ def test_rows_do_not_matter(path: Path) -> None:
 @pytest.mark.parametrize("splits", [(1000, 128), (1, 7)])
 def test_splits_do_not_matter(path: Path, splits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     for of in ("SPLIT_TOKENS", "ESTIMATE_TOKENS", "SELECTED_TOKENS"):
-        monkeypatch.setattr(triton_decode, of, splits[0])
+        monkeypatch.setattr(triton_decode.sizing, of, splits[0])
     for of in ("MAX_SPLITS", "SELECTED_SPLITS"):
-        monkeypatch.setattr(triton_decode, of, splits[1])
+        monkeypatch.setattr(triton_decode.sizing, of, splits[1])
     scene = RecordScene(bulk=BULK, bits=2, dtype=torch.float16)
     run(path, scene, token_threshold=scene.token_threshold())
 

@@ -42,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "SCAN_TOKENS": 32,
         "SCAN_RUN": 4,
     }.items():
-        monkeypatch.setattr(triton_decode, name, value)
+        monkeypatch.setattr(triton_decode.sizing, name, value)
     with small_sketch(40, 64), mock.patch.object(row_tensors, "GRANULE", 8):
         yield
 
