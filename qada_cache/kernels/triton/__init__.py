@@ -134,9 +134,8 @@ class BoundLaunches:
         token_bytes = dim * layer.bulk_keys.element_size() + value_dim * layer.bulk_values.element_size()
         segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "BLOCK_Q": queries} | words
         merging = {"PARTS": sizing.PART_BYTES // torch.float32.itemsize, "MERGE_STAGES": sizing.MERGE_STAGES}
-        splitting = {
-            "BLOCK_P": triton.next_power_of_2(sizing.SELECTED_SPLITS if chooses else sizing.MAX_SPLITS)
-        } | merging
+        splitting = {"BLOCK_P": triton.next_power_of_2(most_splits)} | merging
+        merging_near = merging | {"PARTS": sizing.NEAR_PART_BYTES // torch.float32.itemsize}
         self._local = Launches(**{
             "GROUP_RULE": layer.group_rule, "TOKEN_BYTES": token_bytes, "TURNED": find_block(dim),
             "MIN_TOKENS": MIN_TOKENS, "num_warps": sizing.count_warps(sizes),
