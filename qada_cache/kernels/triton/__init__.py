@@ -71,20 +71,15 @@ class BoundLaunches:
             sketch = None  # there is no room for a bulk that has one
         self._sketched = sketch is not None
         chooses = selects and sketch is not None
-        selecting, estimating = (
-            sizing.find_record_sizes(records, states.dtype, sizes),
-            sizing.find_estimate_sizes(queries),
-        )
-        splits = min(triton.cdiv(capacity, sizing.SPLIT_TOKENS), sizing.MAX_SPLITS)
-        of_device = batch * kv_heads, states.device
+        selecting = sizing.find_record_sizes(records, states.dtype, sizes)
+        estimating = sizing.find_estimate_sizes(queries)
+        groups, device = batch * kv_heads, states.device
+        splits, most_splits = min(triton.cdiv(capacity, sizing.SPLIT_TOKENS), sizing.MAX_SPLITS), sizing.MAX_SPLITS
         if chooses:
-            splits = sizing.count_splits(
-                capacity, sizing.SELECTED_TOKENS, sizing.SELECTED_SPLITS, *of_device, selecting
-            )
-        self._splits = splits
-        self._sums = sums = sizing.count_splits(
-            capacity, sizing.ESTIMATE_TOKENS, sizing.MAX_SPLITS, *of_device, estimating
-        )
+            at_least, most_splits = sizing.SELECTED_TOKENS, sizing.SELECTED_SPLITS
+            splits = sizing.count_splits(capacity, at_least, most_splits, groups, device, selecting)
+        self._splits, at_least = splits, sizing.ESTIMATE_TOKENS
+        self._sums = sums = sizing.count_splits(capacity, at_least, sizing.MAX_SPLITS, groups, device, estimating)
         at_once = {"BLOCK_H": min(queries, sizing.ESTIMATE_HEADS)}
         at_once["PREPARED"] = max(1, sizing.PREPARED_LINES // at_once["BLOCK_H"])
         near = sizing.find_near_sizes(sketch is not None, states.dtype, sizes)
