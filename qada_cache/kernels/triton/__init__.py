@@ -28,7 +28,6 @@ from . import sizing
 from .estimate_kernels import count_rows, estimate_kernel
 from .kernels import bulk_kernel, local_kernel
 from .launching import Launches, RowStrides, find_stride
-from .merging import FIELDS
 from .scratch import Scratch
 from .sketch_kernels import selected_kernel
 
@@ -63,7 +62,7 @@ class BoundLaunches:
         group, value_dim = sizes["G"], sizes["V"]
         self._turn = batch // len(layer.near_keys)  # rows of the query that share what one row holds
         queries = triton.next_power_of_2(group)
-        scan = sizing.SCAN_TOKENS
+        scan = min(sizing.SCAN_TOKENS, sizing.SCAN_SCORES // queries)
         if records is not None:
             assert sketch is not None
             capacity = sketch.scales.shape[2]  # which is of all tokens
@@ -110,9 +109,9 @@ class BoundLaunches:
                 "prepared": (torch.int32, batch * kv_heads * segments * count * queries),
                 "along": (torch.float32, batch * heads * value_dim),
                 "estimates": (torch.float32, batch * heads * self._room),
-                "sums": (torch.float32, batch * heads * FIELDS.value * sums),
+                "sums": (torch.float32, batch * heads * 4 * sums),
                 "index": (torch.int32, batch * kv_heads * self._room),
-                "taken": (torch.float32, batch * heads * 2 * splits),
+                "unread": (torch.float32, batch * heads * 2 * splits),
             }
         if records is not None:
             parts["turned"] = torch.int32, batch * heads * (dim + 1)
@@ -189,7 +188,7 @@ class BoundLaunches:
                     states, turned, *of_codes, layer.bulk_keys, layer.bulk_values,
                     *((None, None) if records is None else (records.tensor, records.open)), lengths,
                     layer.bulk_read_bytes, tokens, flags, shared("estimates"), shared("sums"), shared("index"),
-                    shared("unpacked"), parts, lse, shared("taken"),
+                    shared("unpacked"), parts, lse, shared("unread"),
                     sketch.mean_value, along, out, done, marks,
                     *self._bulk_strides, s_length, *self._sketch_strides, s_marks, self._room, *self._record_rooms,
                     self._sums, self._turn, self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from .blocks import BLOCK, WORD_BITS, dot_bytes, rotate, round_queries
-from .merging import FIELDS
 from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
@@ -171,8 +170,8 @@ def estimate_kernel(
     has room for `s_head` tokens in `s_codes` words, in `s_segment` segments; estimates of a query head are `room`
     floats apart from the next one's. A key has words of 4-, 2- and 1-bit values: `FOURS`, `TWOS` and `ONES`.
 
-    `p_sums` `[query heads, FIELDS, splits]` takes the log of the sum of exponentials of a split's estimates, their
-    number, their mean, the sum of their squares around it, and the mean that their exponentials weigh.
+    `p_sums` `[query heads, 4, splits]` takes the log of the sum of exponentials of a split's estimates, their number,
+    their mean, and the sum of their squares around it.
     """
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
     ACROSS: tl.constexpr = min(TURN, LANES)  # noqa: N806 - a compile-time constant
@@ -193,10 +192,9 @@ def estimate_kernel(
         m_head = o_head < G
         o_group = i_group * G + o_head
         # Lane by lane: the greatest estimate, below any score, and sums of exponentials, of distances from an estimate
-        # among the first ones' that these weigh, of distances, and of their squares.
+        # among the first ones', and of their squares.
         b_max = tl.full([BLOCK_H, TURN], -1e30, tl.float32)
         b_sum = tl.zeros([BLOCK_H, TURN], tl.float32)
-        b_heavy = tl.zeros([BLOCK_H, TURN], tl.float32)
         b_off = tl.zeros([BLOCK_H, ACROSS], tl.float32)
         b_square = tl.zeros([BLOCK_H, ACROSS], tl.float32)
         b_origin = tl.zeros([BLOCK_H], tl.float32)
@@ -220,26 +218,22 @@ def estimate_kernel(
             m_block = m_head[:, None] & m_tokens[None, :]
             tl.store(p_estimates + o_block, b_scores, mask=m_block)
             b_origin = tl.where(seen == 0, b_middle, b_origin)
-            b_away = tl.where(m_tokens[None, :], b_scores - b_origin[:, None], 0.0)
-            b_distance = b_away.reshape(BLOCK_H, TURN // ACROSS, ACROSS)  # [.., tokens of a lane, lanes]
+            b_distance = tl.where(m_tokens[None, :], b_scores - b_origin[:, None], 0.0)
+            b_distance = b_distance.reshape(BLOCK_H, TURN // ACROSS, ACROSS)  # [.., tokens of a lane, lanes]
             b_off += tl.sum(b_distance, axis=1)
             b_square += tl.sum(b_distance * b_distance, axis=1)
             b_scores = tl.where(m_tokens[None, :], b_scores, float("-inf"))
             b_ratio = tl.exp(-tl.abs(b_scores - b_max))  # of the lower to the higher one
-            b_decay, b_gain = tl.where(b_scores > b_max, b_ratio, 1.0), tl.where(b_scores > b_max, 1.0, b_ratio)
-            b_sum = b_sum * b_decay + b_gain
-            b_heavy = b_heavy * b_decay + b_gain * b_away
+            b_sum = tl.where(b_scores > b_max, b_sum * b_ratio + 1.0, b_sum + b_ratio)
             b_max = tl.maximum(b_max, b_scores)
             seen += tl.minimum(length - start, TURN).to(tl.int32)
         b_highest = tl.max(b_max, axis=1)
-        b_worth = tl.exp(b_max - b_highest[:, None])
-        b_all = tl.maximum(tl.sum(b_sum * b_worth, axis=1), 1.0)
+        b_all = tl.sum(b_sum * tl.exp(b_max - b_highest[:, None]), axis=1)
         count = tl.cast(seen, tl.float32)
         b_mean = tl.sum(b_off, axis=1) / tl.maximum(count, 1.0)
         b_scatter = tl.sum(b_square, axis=1) - b_mean * b_mean * count
-        p_head = p_sums + o_group * FIELDS * splits + i_split  # [BLOCK_H]
-        tl.store(p_head, b_highest + tl.log(b_all), mask=m_head)
+        p_head = p_sums + o_group * 4 * splits + i_split  # [BLOCK_H]
+        tl.store(p_head, b_highest + tl.log(tl.maximum(b_all, 1.0)), mask=m_head)
         tl.store(p_head + splits, tl.zeros([BLOCK_H], tl.float32) + count, mask=m_head)
         tl.store(p_head + 2 * splits, b_origin + b_mean, mask=m_head)
         tl.store(p_head + 3 * splits, tl.maximum(b_scatter, 0.0), mask=m_head)
-        tl.store(p_head + 4 * splits, b_origin + tl.sum(b_heavy * b_worth, axis=1) / b_all, mask=m_head)

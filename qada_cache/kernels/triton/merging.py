@@ -8,8 +8,6 @@ import triton.language as tl
 
 from .blocks import rotate
 
-FIELDS = tl.constexpr(5)  # of a split's estimates: see `estimate_kernel`
-
 
 @triton.jit
 def is_last(p_done, i_group, count):
@@ -20,7 +18,7 @@ def is_last(p_done, i_group, count):
 
 @triton.jit
 def merge_group(
-    p_parts, p_lse, p_flags, p_taken, p_sums, p_mean, p_along, p_out, i_group, splits, sums, estimated, scaling,
+    p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, splits, sums, estimated, scaling,
     unread_weight,
     G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr, TURNED: tl.constexpr,
@@ -30,7 +28,7 @@ def merge_group(
     HEADS: tl.constexpr = min(BLOCK_Q, PARTS // max(BLOCK_V, BLOCK_P, BLOCK_E))  # noqa: N806 - a compile-time constant
     for first in range(0, G, HEADS):
         merge_heads(
-            p_parts, p_lse, p_flags, p_taken, p_sums, p_mean, p_along, p_out, i_group, first, splits, sums, estimated,
+            p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, first, splits, sums, estimated,
             scaling, unread_weight, G, V, BLOCK_V, BLOCK_P, BLOCK_E, HEADS, PARTS // BLOCK_V // HEADS, MERGE_STAGES,
             TURNED,
         )  # fmt: skip
@@ -38,7 +36,7 @@ def merge_group(
 
 @triton.jit
 def merge_heads(
-    p_parts, p_lse, p_flags, p_taken, p_sums, p_mean, p_along, p_out, i_group, first, splits, sums, estimated,
+    p_parts, p_lse, p_flags, p_unread, p_sums, p_mean, p_along, p_out, i_group, first, splits, sums, estimated,
     scaling, unread_weight,
     G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr, TURNED: tl.constexpr,
@@ -46,8 +44,8 @@ def merge_heads(
     """Attention of the flagged ones of `HEADS` query heads from the `first` on, over the union of the near buffer and
     of `splits` parts of the bulk. Of the others `local_kernel` has written the output.
 
-    With `p_taken`, written by `sum_taken`, the estimated mass of the other tokens counts `unread_weight` times, with
-    the value of `sketch.selection.estimate_unread`; `p_mean` is the KV head's, `p_along` is `store_along`'s, and
+    With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times,
+    with the value of `sketch.selection.estimate_unread`; `p_mean` is the KV head's, `p_along` is `store_along`'s, and
     `p_sums` is of `sums` splits. They hold nothing unless scores were `estimated`. With `TURNED`, parts of the bulk are
     rotated in blocks of so many channels.
     """
@@ -65,19 +63,17 @@ def merge_heads(
     b_near = tl.load(p_lse + o_near, mask=m_head, other=0.0)  # [HEADS]
     b_lse = tl.load(p_lse + o_near[:, None] + (1 + o_split)[None, :], mask=m_split, other=float("-inf"))
     b_out = tl.load(p_parts + o_near[:, None] * V + o_dim[None, :], mask=m_value, other=0.0)  # [HEADS, BLOCK_V]
-    if p_taken is not None:
+    if p_unread is not None:
+        p_own = p_unread + i_group * G * 2 * splits + (o_head[:, None] * 2 * splits + o_split[None, :])
+        b_unread = tl.load(p_own, mask=m_split, other=float("-inf"))
+        b_score = tl.load(p_own + splits, mask=m_split, other=0.0)
         b_mean = tl.load(p_mean + o_dim, mask=m_dim & estimated, other=0.0)
         b_along = tl.load(p_along + i_group * G * V + o_value, mask=m_value & estimated, other=0.0)
-        p_own = p_taken + i_group * G * 2 * splits + (o_head[:, None] * 2 * splits + o_split[None, :])
-        m_own = m_split & estimated
-        b_taken = tl.load(p_own, mask=m_own, other=float("-inf"))
-        b_score = tl.load(p_own + splits, mask=m_own, other=0.0)
-        p_sums += i_group * G * FIELDS * sums
-        b_unread, b_lift = find_unread(p_sums, o_head, m_head & estimated, sums, b_taken, b_score, BLOCK_E)
-        b_lift *= scaling
+        p_sums += i_group * G * 4 * sums
+        b_lift = scaling * tilt(p_sums, o_head, m_head & estimated, sums, b_unread, b_score, BLOCK_E)
     b_highest = tl.maximum(b_near, tl.max(b_lse, axis=1))
-    if p_taken is not None:
-        b_highest = tl.maximum(b_highest, b_unread)
+    if p_unread is not None:
+        b_highest = tl.maximum(b_highest, tl.max(b_unread, axis=1))
     b_shift = tl.where(b_highest == float("-inf"), 0.0, b_highest)
     b_near = tl.exp(b_near - b_shift)
     b_total = b_near + tl.sum(tl.exp(b_lse - b_shift[:, None]), axis=1)
@@ -96,40 +92,31 @@ def merge_heads(
     if TURNED:
         b_bulk = rotate(b_bulk, TURNED)
     b_out += b_bulk
-    if p_taken is not None:
-        b_mass = tl.exp(b_unread - b_shift) * unread_weight
+    if p_unread is not None:
+        b_mass = tl.sum(tl.exp(b_unread - b_shift[:, None]), axis=1) * unread_weight
         b_out += b_mass[:, None] * (b_mean[None, :] + b_along * b_lift[:, None])
         b_total += b_mass
     tl.store(p_out + o_value, b_out / b_total[:, None], mask=m_flags[:, None] & m_dim[None, :])
 
 
 @triton.jit
-def find_unread(p_sums, o_head, m_head, splits, b_taken, b_score, BLOCK_E: tl.constexpr):
-    """Of query heads' unread tokens, the log of the sum of exponentials of their estimates [heads], -inf of none; and
-    how far they lie from the mean, in units of the variance of all estimates [heads].
+def tilt(p_sums, o_head, m_head, splits, b_log, b_score, BLOCK_E: tl.constexpr):
+    """How far query heads' unread tokens lie from the mean, in units of the variance of all estimates [heads].
 
-    They are what all tokens are, less `b_taken`, `b_score` [heads, parts] of `sum_taken`: what little is left of sums
-    that are nearly equal is as small in the output. `p_sums` are the group's: see `estimate_kernel`.
+    `b_log`, `b_score` [heads, parts]: of the unread tokens of every part, the log of the sum of exponentials of their
+    estimates, and the mean of these weighed by it. `p_sums` are the group's: see `estimate_kernel`.
     """
     o_split = tl.arange(0, BLOCK_E)
     m_split = m_head[:, None] & (o_split < splits)[None, :]
-    p_sums += o_head[:, None] * FIELDS * splits + o_split[None, :]
-    b_all = tl.load(p_sums, mask=m_split, other=float("-inf"))
+    p_sums += o_head[:, None] * 4 * splits + o_split[None, :]
     b_tokens = tl.load(p_sums + splits, mask=m_split, other=0.0)
     b_mean = tl.load(p_sums + 2 * splits, mask=m_split, other=0.0)
     b_scatter = tl.load(p_sums + 3 * splits, mask=m_split, other=0.0)
-    b_heavy = tl.load(p_sums + 4 * splits, mask=m_split, other=0.0)
     b_count = tl.maximum(tl.sum(b_tokens, axis=1), 1.0)
     b_middle = tl.sum(b_tokens * b_mean, axis=1) / b_count
     b_off = b_mean - b_middle[:, None]
     b_variance = tl.sum(b_scatter + b_tokens * b_off * b_off, axis=1) / b_count
-    b_highest = tl.max(b_all, axis=1)
-    b_shift = tl.where(b_highest == float("-inf"), 0.0, b_highest)
-    b_weight, b_less = tl.exp(b_all - b_shift[:, None]), tl.exp(b_taken - b_shift[:, None])
-    b_left = tl.sum(b_weight, axis=1) - tl.sum(b_less, axis=1)
-    b_moved = tl.sum(b_weight * (b_heavy - b_middle[:, None]), axis=1)
-    b_moved -= tl.sum(b_less * (b_score - b_middle[:, None]), axis=1)
-    b_some = tl.where(b_left > 0.0, b_left, 1.0)
-    b_log = tl.where(b_left > 0.0, b_shift + tl.log(b_some), float("-inf"))
-    b_log = tl.where(b_left == b_left, b_log, b_left)  # nan, which shows
-    return b_log, tl.where(b_variance > 0.0, b_moved / (b_some * tl.where(b_variance > 0.0, b_variance, 1.0)), 0.0)
+    b_highest = tl.max(b_log, axis=1)
+    b_weight = tl.exp(b_log - tl.where(b_highest == float("-inf"), 0.0, b_highest)[:, None])
+    b_lifted = tl.sum(b_weight * (b_score - b_middle[:, None]), axis=1) / tl.maximum(tl.sum(b_weight, axis=1), 1.0)
+    return tl.where(b_variance > 0.0, b_lifted / tl.where(b_variance > 0.0, b_variance, 1.0), 0.0)

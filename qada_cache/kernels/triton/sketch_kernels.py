@@ -12,55 +12,9 @@ import triton
 import triton.language as tl
 
 from .blocks import attend_tokens, load_query, rotate, store_part
-from .merging import FIELDS, is_last, merge_group
+from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_segments
 from .score_kernels import score_selected
-
-TAKEN = tl.constexpr(64)  # selected tokens whose estimates are summed at once
-UNROLLED_HEADS = tl.constexpr(8)
-
-
-@triton.jit
-def find_selected(p_scores, o_tokens, m_tokens, estimated, room, b_bar, G: tl.constexpr):
-    """Whether a query head's estimate of a token is at least its bar [tokens], head by head: so every lane has whole
-    tokens to itself. Where nothing is `estimated`, bars are minus infinity or nan, and estimates are 0."""
-    m_selected = o_tokens < 0
-    if G > UNROLLED_HEADS:
-        for head in range(G):
-            m_selected |= is_above(p_scores + head * room, o_tokens, m_tokens, estimated, b_bar, head)
-    else:
-        for head in tl.static_range(G):
-            m_selected |= is_above(p_scores + head * room, o_tokens, m_tokens, estimated, b_bar, head)
-    return m_selected
-
-
-@triton.jit
-def is_above(p_scores, o_tokens, m_tokens, estimated, b_bar, head):
-    """`find_selected` of one head."""
-    bar = tl.sum(tl.where(tl.arange(0, b_bar.shape[0]) == head, b_bar, 0.0), axis=0)
-    b_scores = tl.load(p_scores + o_tokens, mask=m_tokens & estimated, other=0.0)
-    return m_tokens & (b_scores >= bar)
-
-
-@triton.jit
-def sum_taken(p_own, p_scores, p_index, b_score_cut, m_head, count, room, splits):
-    """Write, of the estimates of `count` selected tokens `p_index`, the log of the sum of exponentials, and `splits`
-    behind it the mean that these weigh: of query heads, where `p_own` points to."""
-    o_head, o_place = tl.arange(0, b_score_cut.shape[0]), tl.arange(0, TAKEN)
-    b_sum = tl.zeros([b_score_cut.shape[0], TAKEN], tl.float32)
-    b_lift = tl.zeros([b_score_cut.shape[0], TAKEN], tl.float32)
-    for start in range(0, count, TAKEN):
-        m_place = start + o_place < count
-        m_block = m_head[:, None] & m_place[None, :]
-        o_tokens = tl.load(p_index + start + o_place, mask=m_place, other=0)
-        b_scores = tl.load(p_scores + o_head[:, None] * room + o_tokens[None, :], mask=m_block, other=float("-inf"))
-        b_gain = tl.exp(b_scores - b_score_cut[:, None])  # which no sum of all makes too large
-        b_sum += tl.where(m_block, b_gain, 0.0)
-        b_lift += tl.where(m_block, b_gain * b_scores, 0.0)
-    b_all = tl.sum(b_sum, axis=1)
-    b_some = tl.where(b_all == 0.0, 1.0, b_all)
-    tl.store(p_own, tl.where(b_all == 0.0, float("-inf"), b_score_cut + tl.log(b_some)), mask=m_head)
-    tl.store(p_own + splits, tl.sum(b_lift, axis=1) / b_some, mask=m_head)
 
 
 # They grow with the bulk.
@@ -71,7 +25,7 @@ def sum_taken(p_own, p_scores, p_index, b_score_cut, m_head, count, room, splits
 def selected_kernel(
     p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_open,
     p_lengths, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums,
-    p_index, p_unpacked, p_parts, p_lse, p_taken, p_mean, p_along, p_out, p_done, p_marks,
+    p_index, p_unpacked, p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     s_codes, s_head, s_segment, s_marks, room, record_room, open_room, sums, turn, scaling, log_threshold,
     unread_weight,
@@ -91,8 +45,9 @@ def selected_kernel(
     `bulk_kernel`, computed for all heads of the group. `BLOCK_Q` query heads are what `G` needs outside of products.
     `BLOCK_S` tokens are looked at together, in runs of `RUN`; `p_sums` is of `sums` splits.
 
-    `p_taken` takes what `sum_taken` says. The last program of a group merges its parts. With `p_marks`, bytes of a
-    token are written there instead of counted: `Operands.marks`.
+    `p_unread` `[query heads, 2, splits]` takes, of the estimates of the split's other tokens, the log of the sum of
+    exponentials, and the mean that these weigh. The last program of a group merges its parts. With `p_marks`, bytes of
+    a token are written there instead of counted: `Operands.marks`.
     """
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -106,7 +61,7 @@ def selected_kernel(
     b_buffer = tl.load(p_lse + o_group * (1 + splits), mask=m_head, other=0.0)
     o_sum = tl.arange(0, BLOCK_E)
     m_sum = m_head[:, None] & (o_sum < sums)[None, :]
-    p_masses = p_sums + i_group * G * FIELDS * sums + (o_head[:, None] * FIELDS * sums + o_sum[None, :])
+    p_masses = p_sums + i_group * G * 4 * sums + (o_head[:, None] * 4 * sums + o_sum[None, :])
     b_masses = tl.load(p_masses, mask=m_sum, other=float("-inf"))
     b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
     if tl.max(b_flags.to(tl.int32), axis=0) == 0:
@@ -126,24 +81,37 @@ def selected_kernel(
     if p_records is not None:
         token_bytes = tl.where(length >= MIN_TOKENS, RECORD, TOKEN_BYTES)
     p_index += i_group * room + i_split * (room // splits)
-    # Of heads that select nothing no estimate is above, as none is above nan.
-    b_bar = tl.where(b_flags, b_score_cut, float("nan"))
     selected = 0
+    # Of what is not read, lane by lane, relative to the cut: all of it is below, and what is far below is nothing.
+    b_shift = tl.where(bulk_tokens > 0, b_score_cut, 0.0)
+    b_unread = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
+    b_lift = tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)
     o_block = tl.arange(0, BLOCK_S)
     o_block = (o_block // RUN * splits + i_split) * RUN + o_block % RUN
     p_scores = p_estimates + i_group * G * room
     for start in tl.range(0, length, splits * BLOCK_S, num_stages=SCAN_STAGES):
         o_tokens = start + o_block
         m_tokens = o_tokens < length
-        b_selected = find_selected(p_scores, o_tokens, m_tokens, bulk_tokens > 0, room, b_bar, G).to(tl.int32)
+        m_selected = b_flags[:, None] & m_tokens[None, :]
+        m_read = m_selected & (bulk_tokens > 0)
+        b_scores = tl.load(p_scores + (o_head[:, None] * room + o_tokens[None, :]), mask=m_read, other=0.0)
+        m_selected = m_selected & (b_scores >= b_score_cut[:, None])  # [BLOCK_Q, BLOCK_S]
+        b_selected = tl.max(m_selected.to(tl.int32), axis=0)
         o_index = selected + tl.cumsum(b_selected, axis=0) - 1
         tl.store(p_index + o_index, o_tokens, mask=b_selected == 1)
         selected += tl.sum(b_selected, axis=0)
         if p_marks is not None:
             tl.store(p_marks + i_held * s_marks + 1 + o_tokens, token_bytes, mask=b_selected == 1)
+        m_left = m_read & (b_selected == 0)[None, :]
+        b_gain = tl.where(m_left, tl.exp(b_scores - b_shift[:, None]), 0.0)
+        b_unread += b_gain
+        b_lift += b_gain * b_scores
+    b_all = tl.sum(b_unread, axis=1)
+    b_some = tl.where(b_all == 0.0, 1.0, b_all)
+    p_own = p_unread + o_group * 2 * splits + i_split  # [BLOCK_Q]
+    tl.store(p_own, tl.where(b_all == 0.0, float("-inf"), b_shift + tl.log(b_some)), mask=m_head)
+    tl.store(p_own + splits, tl.sum(b_lift, axis=1) / b_some, mask=m_head)
     tl.debug_barrier()  # threads read what others have written
-    estimated = tl.where(bulk_tokens > 0, selected, 0)
-    sum_taken(p_taken + o_group * 2 * splits + i_split, p_scores, p_index, b_score_cut, m_head, estimated, room, splits)
     if p_bulk_read_bytes is not None:
         tl.atomic_add(p_bulk_read_bytes, tl.cast(selected, tl.int64) * token_bytes, sem="relaxed")
 
@@ -176,7 +144,7 @@ def selected_kernel(
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)
     if is_last(p_done, i_group, splits):
         merge_group(
-            p_parts, p_lse, p_flags, p_taken, p_sums, p_mean + i_held * V, p_along, p_out, i_group, splits, sums,
+            p_parts, p_lse, p_flags, p_unread, p_sums, p_mean + i_held * V, p_along, p_out, i_group, splits, sums,
             bulk_tokens > 0, scaling, unread_weight, G, V, BLOCK_V, BLOCK_Q, BLOCK_P, BLOCK_E, PARTS, MERGE_STAGES,
             TURNED,
         )  # fmt: skip
