@@ -41,7 +41,7 @@ NEAR_COLUMNS = 512  # that a buffer has at most by default: of any number of the
 # Terms of 8 bits each that attention's weights are rounded to where records hold the values, by the dtype of outputs.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Registers of a thread. Told how many it may take, the assembler spills none for the sake of more programs at once.
-SELECTED_REGISTERS = 128  # for four programs at once, as shared memory admits
+SELECTED_REGISTERS, LARGE = 128, 8  # for four programs at once, as shared memory admits, of so many query heads at most
 NEAR_REGISTERS = 128  # likewise, where a sketch makes programs many
 ESTIMATE_REGISTERS = 96
 RECORD_REGISTERS = {4: 168, 8: 128}  # by warps, for three or two
@@ -74,7 +74,8 @@ def find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[s
     many = sizes["BLOCK_G"] > 16
     if records is None:
         nothing: dict[str, Any] = dict.fromkeys(RECORD_SIZES, 0)
-        registers = MOST_REGISTERS if many or sizes["G"] == 1 or count_warps(sizes) > 4 else SELECTED_REGISTERS
+        few = 1 < sizes["G"] <= LARGE and count_warps(sizes) == 4
+        registers = SELECTED_REGISTERS if few else MOST_REGISTERS
         # Of float32, with any number, registers spill.
         return nothing | {"num_warps": SELECTED_WARPS, "maxnreg": registers if dtype.itemsize == 2 else None}
     layout, tensor = records.layout, records.tensor
