@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(" ".join(f"{key} {value}" for key, value in row.items() if value), flush=True)
             rows.append(row)
         del work, states
-    report(options, rows, **told)
+        report(options, rows, **told)  # a run may be cut off in the next length
     return 0
 
 

@@ -162,11 +162,15 @@ TIMED_ON_GPU := "DynamicCache, cuDNN attention" "DynamicCache, offloading" "Stat
 tables/benchmark-llama-3-8b-cuda.csv:
 	$(EVAL).benchmark --model llama-3-8b --device cuda --tokens 32768 --steps 136 --rounds 1 --methods $(TIMED_ON_GPU) $(OUT)
 
+tables/gpu_step-llama-3-8b-cuda.csv:
+	$(EVAL).gpu_step --model llama-3-8b --tokens 32768 131072 32768x8 --caches "no context" "ideal dense" DynamicCache \
+		"device, 16 bits" "device, 8 bits" "host, 8 bits" $(OUT)
+
 tables/first_token-llama-3-8b-cuda.csv:
-	$(EVAL).latency prompt --model llama-3-8b --device cuda --tokens 8192 32768 --rounds 2 $(OUT)
+	$(EVAL).latency prompt --model llama-3-8b --device cuda --tokens 8192 --rounds 2 $(OUT)
 
 tables/turns-llama-3-8b-cuda.csv:
-	$(EVAL).latency turns --model llama-3-8b --device cuda --tokens 8192 --turns 1 4 16 64 112 128 512 $(OUT)
+	$(EVAL).latency turns --model llama-3-8b --device cuda --tokens 8192 32768 --turns 1 16 64 256 $(OUT)
 
 tables/medians.csv:
 	$(EVAL).figures compare --record
