@@ -95,7 +95,8 @@ def check_switched_on(config: PreTrainedConfig) -> None:
 
 def is_switched_on(config: PreTrainedConfig) -> bool:
     """Whether a model with this config is served by our function, as it was when its last cache was built."""
-    return config in _switched_on and _switched_on[config] == config._attn_implementation
+    name = _switched_on.get(config)  # asked in every pass
+    return name is not None and name == config._attn_implementation
 
 
 def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:

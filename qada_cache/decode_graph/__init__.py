@@ -23,6 +23,7 @@ from ..models import decoder_forward, read_sizes
 from ..models.sharding import UNSHARDED
 from ..said_once import warn_once
 from ..state import ManagedModel, Options
+from ..storage.transfers import find_reader
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
 from .model_state import ModelState
@@ -81,23 +82,25 @@ class DecodeGraph:
         self._step: Step | None = None  # the last one replayed, as long as nothing else has been computed
         self._facts: Any = None  # what a graph depends on beside shapes
         self._model: ModelState | None = None  # as it was captured
+        self._stream: Any = None  # that of the last replay
 
     def run(self, layers: list[Any], decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
         """What `compute(**kwargs)`, the decoder's own forward, returns."""
-        inputs = None if self.failed else find_inputs(layers, decoder, kwargs)
+        step = self._step
+        followed = step is not None and self._facts[0]() is decoder and step.is_followed_by(layers)
+        inputs = None if self.failed else find_inputs(layers, decoder, kwargs, followed=followed)
         if inputs is None:
             self._step = None
             return compute(**kwargs)
-        if self._follows(layers, decoder, inputs):  # the replay before has written the rest
-            assert self._step is not None
-            step = self._step
-        else:
+        # The replay before has written the rest.
+        prepared = step is not None and followed and step.takes(inputs) and not self._is_model_changed
+        if step is None or not prepared:
             step, self._step = Step(layers, inputs), None
             if step.numbers["decisions"] != step.stores[0].batch:
                 return compute(**kwargs)
             facts = weakref.ref(decoder), step.plans, step.numbers["row_moment_lengths"]
-            changed = self._model is not None and self._model.is_changed
-            if self._places is None or not self._places.fits(step) or facts != self._facts or changed:
+            fits = self._places is not None and self._places.fits(step)
+            if self._places is None or not fits or facts != self._facts or self._is_model_changed:
                 self.forget()
                 if not step.plans:  # which shows in the first step
                     return compute(**kwargs)
@@ -106,10 +109,13 @@ class DecodeGraph:
                     return compute(**self._tell(kwargs))
             self._places.write(step)
         assert self._places is not None
-        self._places.write_inputs(inputs)
-        for store in step.stores:
-            if store.bulk.offloaded:
-                store.bulk.find_in_place()
+        self._places.write_inputs(inputs if prepared else step.inputs)
+        stream = find_reader(step.device)
+        if not prepared or stream != self._stream:  # else it has waited for all copies that a bulk has under way
+            self._stream = stream
+            for store in step.stores:
+                if store.bulk.offloaded:
+                    store.bulk.find_in_place()
         if self._graph is None:
             if not self._capture(decoder, compute, kwargs, step):
                 return compute(**kwargs)
@@ -124,11 +130,9 @@ class DecodeGraph:
         kind, hidden = self._result
         return kind(last_hidden_state=hidden.clone(), **{CACHE: decoder_forward.find_cache(kwargs)})
 
-    def _follows(self, layers: list[Any], decoder: nn.Module, inputs: dict[str, Tensor]) -> bool:
-        """Whether the step that is asked for is the one that the last replay has prepared."""
-        if self._step is None or self._places is None or self._model is None or self._facts[0]() is not decoder:
-            return False
-        return self._step.is_followed_by(layers) and self._places.take(inputs) and not self._model.is_changed
+    @property
+    def _is_model_changed(self) -> bool:
+        return self._model is not None and self._model.is_changed
 
     def _tell(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the decoder is told by a graph."""

@@ -5,6 +5,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 from ..attention import forward as attention
 from ..kernels.operands import Rows
 from ..key_moments.rotation import round_length
+from ..state import Shared
 from ..state.forward_pass import describe_rows
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
@@ -23,13 +25,22 @@ from .capturing import GRAPHS
 _INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # of a decoder, that differ from step to step
 ALIGNMENT = 16  # bytes, of tensors side by side
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # which make no mask for a single token
+# What tells of a layer's tokens, and of its store's.
+_OF_LAYER = attrgetter("store", "seen", "padding", "incoming", "device")
+_OF_STORE = attrgetter("end", "lengths")
+# What tells where they lie, beside its store: as of `TokenStore.version`.
+_IN_STORE = attrgetter("replaced", "bulk")
+_IN_BULK = attrgetter("replaced", "sketch")
+_IN_SKETCH = attrgetter("replaced", "lengths")
 
 
 class Step:
     """One decode step, as far as the host knows it before it is computed; and, once it is, those that follow it."""
 
     def __init__(self, layers: list[QAdALayer], inputs: dict[str, Tensor]) -> None:
-        self.layers, self.inputs, self.shared = layers, inputs, layers[0].shared
+        """`inputs` as of `find_inputs`; positions that are not told are made."""
+        self.layers, self.shared = list(layers), layers[0].shared
+        self._told = _describe(inputs)
         self.stores: list[TokenStore] = [layer.store for layer in layers if layer.store is not None]
         store, forward_pass = self.stores[0], self.shared.forward_pass
         self.device = store.near_keys.device
@@ -41,10 +52,18 @@ class Step:
         # Of all columns that the near buffers have, seen or not.
         more = store.near_keys.shape[2] - masks[0].shape[3]
         local, pending = (functional.pad(mask, (0, more)) for mask in masks)
+        self.inputs = dict(inputs)
+        if "position_ids" not in inputs:  # what a decoder makes itself
+            self.inputs["position_ids"] = torch.full((1, 1), layers[0].seen, dtype=torch.int64, device=self.device)
         place = torch.tensor([store.sinks + store.end], dtype=torch.int64, device="cpu")
         self.parts = place, counts, stored, local, pending, decided
-        self._end, self._versions = store.end, [store.version for store in self.stores]
-        self._lengths = [store.lengths for store in self.stores]
+        self._bulks = [store.bulk for store in self.stores]
+        self._sketches = [bulk.sketch for bulk in self._bulks if bulk.sketch is not None]
+        sketches = [(replaced, list(lengths)) for replaced, lengths in map(_IN_SKETCH, self._sketches)]  # written to
+        self._memory = [*map(_IN_STORE, self.stores)], [*map(_IN_BULK, self._bulks)], sketches
+        self._tokens: Any = None  # that the last replay left
+        self._settings: dict[str, Any] = {}  # the config's, then
+        self._options = self.shared.options
         heads = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self.stores]  # of a token
         self._dense_bytes = [self.numbers["dense_tokens"] * token_bytes for token_bytes in heads]
 
@@ -58,14 +77,29 @@ class Step:
 
     def is_followed_by(self, layers: list[QAdALayer]) -> bool:
         """Whether the next step of these differs from the last replayed one by its token alone: nothing else has
-        changed them since, and the lengths that another prompt's moments are for are the same."""
-        for layer, store, version, lengths in zip(layers, self.stores, self._versions, self._lengths, strict=True):
-            if layer.store is not store or store.version != version or store.lengths != lengths:
-                return False
+        changed them since, nor the options or the config, and the lengths that another prompt's moments are for are
+        the same."""
+        if layers != self.layers or self._find_tokens() != self._tokens:
+            return False
+        in_stores, in_bulks, in_sketches = self._memory
+        if list(map(_IN_STORE, self.stores)) != in_stores or list(map(_IN_BULK, self._bulks)) != in_bulks:
+            return False
+        if list(map(_IN_SKETCH, self._sketches)) != in_sketches:
+            return False
+        if self.shared.options is not self._options or vars(self.shared.model.config) != self._settings:
+            return False
         store = self.stores[0]
         behind = [length - store.sinks - store.window + 1 for length in dict.fromkeys(store.lengths)]
         rounded = {round_length(tokens) for tokens in behind}
-        return store.end == self._end and rounded == set(self.numbers["row_moment_lengths"])
+        return rounded == set(self.numbers["row_moment_lengths"])
+
+    def takes(self, inputs: dict[str, Tensor]) -> bool:
+        """Whether a decoder is told the same, but for what the tensors hold."""
+        return _describe(inputs) == self._told
+
+    def _find_tokens(self) -> tuple[list, list]:
+        """What tells of all layers' tokens."""
+        return list(map(_OF_LAYER, self.layers)), list(map(_OF_STORE, self.stores))
 
     @contextlib.contextmanager
     def use(self, places: "Places") -> Iterator[None]:
@@ -83,12 +117,12 @@ class Step:
     def advance(self) -> None:
         """Count what a replay of it has added."""
         decisions = self.numbers["decisions"]
-        self._end += 1
         for layer, store, dense_bytes in zip(self.layers, self.stores, self._dense_bytes, strict=True):
             layer.seen += 1
             store.advance()
             layer.counters.count_call(decisions, dense_bytes)
-        self._lengths = [store.lengths for store in self.stores]
+        self._tokens = self._find_tokens()
+        self._settings = dict(vars(self.shared.model.config))
 
 
 class Places:
@@ -118,10 +152,7 @@ class Places:
 
     def take(self, inputs: dict[str, Tensor]) -> bool:
         """Whether a decoder's inputs are of the same shapes and dtypes."""
-        mine, others = (
-            [(name, each.shape, each.dtype) for name, each in told.items()] for told in (self.inputs, inputs)
-        )
-        return mine == others
+        return _describe(self.inputs) == _describe(inputs)
 
     def write(self, step: "Step") -> None:
         """What the next replay reads, but for `inputs`. Nothing here waits for the device."""
@@ -133,8 +164,8 @@ class Places:
             self.inputs[name].copy_(tensor)
 
     def advance(self) -> None:
-        """On the device: the next token's column, window, pending tokens and bulk, in place of this one's. A last
-        column has none behind it: a flush is due, and what is here is written anew."""
+        """On the device: the next token's position, column, window, pending tokens and bulk, in place of this one's. A
+        last column has none behind it: a flush is due, and what is here is written anew."""
         counts, _, local, pending, _ = self._rows
         self.place.copy_((self.place + 1).clamp_max(local.shape[3] - 1))
         left = self.place - self._window
@@ -142,6 +173,11 @@ class Places:
         local.index_fill_(3, left, False)
         pending.index_fill_(3, left, True)
         counts.add_(1)
+        self.inputs["position_ids"].add_(1)
+
+
+def _describe(inputs: dict[str, Tensor]) -> list[tuple]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in inputs.items()]
 
 
 def _pack(parts: tuple[Tensor, ...]) -> Tensor:
@@ -160,8 +196,11 @@ def takes_positions(decoder: Any) -> bool:
     return "position_ids" in inspect.signature(decoder.forward).parameters
 
 
-def find_inputs(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -> dict[str, Tensor] | None:
-    """What a decoder is told by its keywords of a step that a graph may hold; None, if none can hold it."""
+def find_inputs(
+    layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any], *, followed: bool
+) -> dict[str, Tensor] | None:
+    """What a decoder is told by its keywords of a step that a graph may hold; None, if none can hold it. `followed`:
+    as of `Step.is_followed_by`, so that one has held the step before."""
     given = {name: value for name, value in kwargs.items() if value is not None and name not in CACHE_NAMES}
     inputs = {name: given.pop(name) for name in _INPUTS if name in given}
     mask, tokens = given.pop("attention_mask", None), inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -173,37 +212,46 @@ def find_inputs(layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any]) -
     first = layers[0] if layers else None
     if not isinstance(first, QAdALayer) or first.store is None:
         return None
-    store, device, options, shared = first.store, tokens.device, first.options, first.shared
+    store, device, shared = first.store, tokens.device, first.shared
     # Another step moves tokens into the bulk, or may be of a prompt in chunks.
-    room = store.window < (end := store.end) < min(store.capacity, store.near_keys.shape[2] - store.sinks)
+    room = store.window < store.end < min(store.capacity, store.near_keys.shape[2] - store.sinks)
     if not room or tokens.shape[:2] != (store.batch, 1):
         return None
-    for layer in layers:
-        if not isinstance(layer, QAdALayer) or (own := layer.store) is None:
-            return None
-        if own.end != end or layer.incoming is not None or layer.device != device:
-            return None
+    if first.device != device or not (followed or _are_alike(layers)):
+        return None
     if shared.progress.changing or shared.progress.reached != layers[-1].index:  # interrupted: it is refused
         return None
     if device.type not in GRAPHS or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return None
-    config = shared.model.config
-    if decoder.training or config.output_hidden_states or config.output_attentions:
+    if decoder.training or shared.observer is not None or not (followed or _is_allowed(shared)):
         return None
-    if config._attn_implementation not in _ATTENTION:
-        return None
-    frozen = options.tracks_moments and not options.update_moments  # whose counts are read on the host
-    if frozen or options.audit_every or shared.observer is not None:
-        return None
-    attention.check_switched_on(config)
+    attention.check_switched_on(shared.model.config)
     padded = first.padding.known.numel() > 0
     if (mask is not None or padded) and not _is_of_real_token(first, mask):
         return None
-    if "position_ids" not in inputs:  # what a decoder makes itself, unless it makes them of padding
-        if padded:
-            return None
-        inputs["position_ids"] = torch.full((1, 1), first.seen, dtype=torch.int64, device=device)
+    if "position_ids" not in inputs and padded:  # a decoder may make them of padding
+        return None
     return inputs
+
+
+def _are_alike(layers: list[Any]) -> bool:
+    """Whether all have tokens, of which the newest are in the same column, on one device, and are in no pass."""
+    if any(not isinstance(layer, QAdALayer) or layer.store is None for layer in layers):
+        return False
+    first = layers[0]
+    return all(
+        layer.store.end == first.store.end and layer.incoming is None and layer.device == first.device
+        for layer in layers
+    )
+
+
+def _is_allowed(shared: Shared) -> bool:
+    """Whether a graph can hold what the options and the config ask for."""
+    options, config = shared.options, shared.model.config
+    if config.output_hidden_states or config.output_attentions or config._attn_implementation not in _ATTENTION:
+        return False
+    frozen = options.tracks_moments and not options.update_moments  # whose counts are read on the host
+    return not frozen and not options.audit_every
 
 
 def _is_of_real_token(layer: QAdALayer, mask: Any) -> bool:

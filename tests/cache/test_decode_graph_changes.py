@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from models import prompt, tiny
 from recorded_graph import RecordedGraph
 from transformers import OPTConfig, OPTForCausalLM
 
+from qada_cache import QAdACache
+from qada_cache.decode_graph.step import Step
+from qada_cache.storage.padding import Padding
 from qada_cache.versions import pass_cache
 
 
@@ -130,3 +134,60 @@ def test_a_turn_that_moves_the_bulk(device: str) -> None:
         assert cache.layers[0].store.bulk.capacity > capacity
     assert before >= 4  # with what lay where it was
     assert torch.allclose(*outputs, atol=1e-5)
+
+
+def take_another_token(cache: QAdACache) -> None:
+    store = cache.layers[1].store
+    store.append(store.near_keys[:, :, :1], store.near_values[:, :, :1], None)
+
+
+def keep_another_sketch(cache: QAdACache) -> None:
+    cache.layers[1].store.bulk.sketch = object()
+
+
+def replace_layer(cache: QAdACache) -> None:
+    cache.layers[1] = copy.deepcopy(cache.layers[1])
+
+
+def replace_store(cache: QAdACache) -> None:
+    cache.layers[1].store = copy.deepcopy(cache.layers[1].store)
+
+
+CHANGES: dict[str, Callable[[QAdACache], Any]] = {
+    "crop": lambda cache: cache.crop(-1),
+    "crop far": lambda cache: cache.crop(-40),
+    "crop and count again": lambda cache: (cache.crop(-1), setattr(cache.layers[1], "seen", cache.layers[1].seen + 1)),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([0, 0])),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([0, 0, 0])),
+    "reset": lambda cache: cache.reset(),
+    "reset of a layer": lambda cache: cache.layers[1].reset(),
+    "append": take_another_token,
+    "absorb": lambda cache: cache.layers[1].store.absorb(*[torch.zeros(1, 2, 60, 8)] * 2, None),
+    "advance": lambda cache: cache.layers[1].store.advance(),
+    "reserve": lambda cache: cache.layers[1].store.reserve(cache.layers[1].store.end + 1000),
+    "move": lambda cache: cache.layers[1].store.move(torch.device("cpu")),
+    "leave the device": lambda cache: cache.layers[1].store.bulk.leave_device(),
+    "grow": lambda cache: cache.layers[1].store.bulk.reserve(10_000),
+    "sketch": keep_another_sketch,
+    "update": lambda cache: cache.layers[1].update(*[torch.zeros(1, 2, 1, 8)] * 2),
+    "padding": lambda cache: setattr(cache.layers[1], "padding", Padding(torch.tensor([[False, True]]))),
+    "layer": replace_layer,
+    "store": replace_store,
+    "layers": lambda cache: cache.layers.pop(),
+    "options": lambda cache: setattr(cache._shared, "options", cache.fork(threshold=0.5).options),
+    "config": lambda cache: setattr(cache._shared.model.config, "output_hidden_states", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@torch.no_grad()
+def test_whatever_changes_a_cache_shows_before_a_replay(change: Callable[[QAdACache], Any]) -> None:
+    model = tiny()
+    cache = make(model, token_threshold=0.0)
+    decode(model, cache, 1)
+    step = Step(cache.layers, {})
+    step.advance()
+    assert step.is_followed_by(cache.layers)
+    change(cache)
+    assert not step.is_followed_by(cache.layers)

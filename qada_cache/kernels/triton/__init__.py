@@ -15,7 +15,6 @@ what pieces the work is cut.
 """
 
 import math
-from operator import attrgetter
 
 import torch
 import triton
@@ -26,14 +25,12 @@ from ...sketch.coded import find_block
 from ..operands import Operands, Query, Rows, check
 from . import sizing
 from .estimate_kernels import count_rows, estimate_kernel
+from .given import Given
 from .kernels import bulk_kernel, local_kernel
 from .launching import Launches, RowStrides, find_stride
 from .scratch import Scratch
 from .sketch_kernels import selected_kernel
 
-# Of a sketch, what queries are prepared by.
-CODING = "noise", "variances", "centres", "order", "weights", "slopes", "slope_units"
-find_coding, NO_CODING = attrgetter(*CODING), (None,) * len(CODING)
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
 
 
@@ -52,8 +49,9 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
 
 
 class BoundLaunches:
-    """What stays as it is until storage changes: sizes, numbers and memory of a layer's kernels, but no tensor of its
-    own."""
+    """What stays as it is until storage changes: sizes, numbers and tensors of a layer's kernels."""
+
+    _given: Given | None = None
 
     def __init__(self, query: Query, layer: Operands) -> None:
         sketch, records, states, scaling = layer.sketch, layer.records, query.states, query.scaling
@@ -152,15 +150,16 @@ class BoundLaunches:
         states, log_bulk = query.states.contiguous(), query.log_bulk
         assert log_bulk is not None
         out, flags = states.new_empty(self._out), states.new_empty(self._flags, dtype=torch.bool)
-        shared = self._scratch.find(states.device).get
-        parts, lse, done = shared("parts"), shared("lse"), shared("done")
-        tokens, prepared, along, turned = (shared(name) for name in ("tokens", "prepared", "along", "turned"))
+        shared = self._scratch.find(states.device)
+        given = self._given
+        if given is None or given.shared is not shared:
+            sketch = layer.sketch if self._sketched else None
+            given = Given.find(shared, layer, sketch, self._arrived, self._errors)
+            self._given = given if self._scratch.keeps(shared) else None
         if rows.derived is None:
             rows.derived = RowStrides.find(rows, states.shape[0])
         of_rows: RowStrides = rows.derived
         lengths, s_length, s_mass = rows.bulk_lengths, of_rows.strides[2], find_stride(log_bulk, states.shape[0])
-        sketch, records = layer.sketch if self._sketched else None, layer.records
-        coding = NO_CODING if sketch is None else find_coding(sketch)
         marks, s_marks = layer.marks, None if layer.marks is None else layer.marks.stride(1)
         # What may differ between steps of what Triton compiles for: strides of 1, marks, multiples of 16.
         aligned = states.data_ptr() % 16 == 0, log_bulk.data_ptr() % 16 == 0
@@ -168,35 +167,25 @@ class BoundLaunches:
         with torch.cuda.device_of(states):  # Triton launches on the current device
             self._local.launch(
                 local_kernel, (*self._grid, self._near_programs), variant,
-                states, layer.near_keys, layer.near_values, *of_rows.tensors, log_bulk, shared("near"),
-                shared("near_lse"), self._arrived, parts, lse, flags, out, done,
-                None if sketch is not None else layer.bulk_read_bytes,
-                None if sketch is None else layer.sketch_read_bytes, tokens, prepared, along, turned, self._errors,
-                *coding, None if records is None else records.weights, marks,
+                states, *given.near, *of_rows.tensors, log_bulk, *given.near_parts, flags, out, *given.queries, marks,
                 *self._near_strides, *of_rows.strides, s_mass, s_marks, rows.columns, self._blocks, self._turn,
                 *self._numbers,
             )  # fmt: skip
-            if sketch is not None:
-                of_codes = prepared, sketch.codes, sketch.scales, sketch.units
+            if self._sketched:
                 self._estimate.launch(
                     estimate_kernel, (self._sums, *self._grid), variant,
-                    *of_codes, lengths, tokens, shared("estimates"), shared("sums"),
-                    s_length, *self._sketch_strides, self._room, self._turn,
+                    *given.codes, lengths, *given.estimates, s_length, *self._sketch_strides, self._room, self._turn,
                 )  # fmt: skip
                 self._selected.launch(
                     selected_kernel, (self._splits, *self._grid), variant,
-                    states, turned, *of_codes, layer.bulk_keys, layer.bulk_values,
-                    *((None, None) if records is None else (records.tensor, records.open)), lengths,
-                    layer.bulk_read_bytes, tokens, flags, shared("estimates"), shared("sums"), shared("index"),
-                    shared("unpacked"), parts, lse, shared("unread"),
-                    sketch.mean_value, along, out, done, marks,
+                    states, *given.tokens, lengths, *given.counted, flags, *given.selected, out, given.done, marks,
                     *self._bulk_strides, s_length, *self._sketch_strides, s_marks, self._room, *self._record_rooms,
                     self._sums, self._turn, self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
                 )  # fmt: skip
             elif self._splits:
                 self._bulk.launch(
                     bulk_kernel, (self._splits, *self._grid), variant,
-                    states, layer.bulk_keys, layer.bulk_values, lengths, flags, parts, lse, out, done,
+                    states, layer.bulk_keys, layer.bulk_values, lengths, flags, *given.merged, out, given.done,
                     *self._bulk_strides, s_length, self._turn, self._scaling,
                 )  # fmt: skip
         return out, flags

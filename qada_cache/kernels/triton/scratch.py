@@ -58,5 +58,9 @@ class Scratch:
             self._buffer, self._bytes, self._tensors = buffer, found, self._cut(found)
         return self._tensors
 
+    def keeps(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether they are those that `find` gives until a step needs more, and no captured graph's."""
+        return tensors is self._tensors
+
     def _cut(self, found: Tensor) -> dict[str, Tensor]:
         return {name: found[place].view(self._parts[name][0]) for name, place in self._places.items()}
