@@ -137,9 +137,9 @@ class TokenStore(NearTokens):
                     self.moments.clear(slice(row, row + 1))
                     self._catch_up([row])
 
-    def keep_moments(self, *, track: bool, update: bool) -> None:
-        """Keep running moments or not, and `update` them or not, as if from the start; ValueError, if the tokens of
-        frozen moments are not known."""
+    def keep_moments(self, *, track: bool, update: bool, kernels: str = "auto") -> None:
+        """Keep running moments or not, and `update` them or not, as if from the start, by such `kernels` as of
+        `take_in`; ValueError, if the tokens of frozen moments are not known."""
         frozen = self.moments is not None and not self.update_moments
         if track and not update and not frozen and self.decoded:
             raise ValueError(
@@ -153,6 +153,8 @@ class TokenStore(NearTokens):
             batch, kv_heads, _, dim = self.near_keys.shape
             with torch.inference_mode(False):  # as in __init__
                 self.moments = RunningMoments(batch, kv_heads, dim, self.near_keys.device)
+        if self.moments is not None:
+            self.moments.kernels = kernels
         if update or not frozen:
             self._catch_up(range(self.batch))
 
