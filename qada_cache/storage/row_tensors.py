@@ -113,6 +113,21 @@ class RowTensors(Versioned):
         return slice(min(start, self.stored[row]), min(stop, self.stored[row]))
 
     @property
+    def lent_bytes(self) -> int:
+        """Of the tensors `beside`, bytes that copies have as well."""
+        return 0
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys as the model made them, `[batch, kv_heads, *, dim]`."""
+        return self.tensors[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Likewise values."""
+        return self.tensors[1]
+
+    @property
     def mappable(self) -> bool:
         """Whether its storage is plain host memory, perhaps a mapped file."""
         return self.device.type == "cpu" and not self.offloading
