@@ -236,7 +236,8 @@ class TokenStore(NearTokens):
             near[rows, :, gone : gone + missing] = new[:, :, :missing]
         if older > missing:
             flushed = keys[:, :, missing:older], values[:, :, missing:older]
-            if not exact and self.bulk.offloading:  # their columns are written over while they go to the host
+            # Their columns are written over while they go to the host: records of them go there, if there are any.
+            if not exact and self.bulk.offloading and not self.bulk.beside:
                 flushed = flushed[0].clone(), flushed[1].clone()
             self.bulk.append(rows, *flushed)
             if self.bulk.sketch is not None:
@@ -245,7 +246,9 @@ class TokenStore(NearTokens):
             if self.moments is not None and (self.update_moments or exact):
                 self.moments.update(rows, flushed[0])
         self.flushed[rows] = [gone + older] * len(self.flushed[rows])
-        # Not views: those would keep all of a row's new tokens until the last row is done.
+        if exact and len(self.flushed[rows]) == self.batch:
+            return keys[:, :, older:], values[:, :, older:]
+        # Not views: those would keep all of a row's new tokens until the last row is done, or lie where they are put.
         return keys[:, :, older:].clone(), values[:, :, older:].clone()
 
 

@@ -63,12 +63,13 @@ class RowTensors(Versioned):
             return transfers.make_empty(shape, like.dtype, transfers.HOST if offloaded else self.device)
 
     def _copy_rows(self, index: Sequence[int], capacity: int, *, offloaded: bool) -> list[Tensor]:
-        """New `tensors`, whose row `i` is the old row `index[i]`. Heads are copied one by one: several would take the
-        device's memory on their way to the host."""
+        """New `tensors`, whose row `i` is the old row `index[i]`. Between devices heads are copied one by one: several
+        would take the device's memory on their way to the host."""
         moved = []
         for old in self.tensors:
             new = self._allocate(old, capacity, batch=len(index), offloaded=offloaded)
-            for (row, source), head in product(enumerate(index), range(old.shape[1])):
+            heads = [slice(None)] if new.device == old.device else range(old.shape[1])
+            for (row, source), head in product(enumerate(index), heads):
                 new[row, head, : self.stored[source]] = old[source, head, : self.stored[source]]
             moved.append(new)
         return moved

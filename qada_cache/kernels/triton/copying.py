@@ -82,17 +82,17 @@ def copy_kernel(
 
 
 def can_copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether `copy_tokens` takes these: numbers of one size and vectors of as many, at whole vectors."""
-    size, dim = pairs[0][0].element_size(), pairs[0][0].shape[3]
-    if dim * size % ALIGNMENT or pairs[0][0].shape[2] * dim == 0:
+    """Whether `copy_tokens` takes these: numbers of one dtype and vectors of as many, at whole `ALIGNMENT`s."""
+    dtype, shape = pairs[0][0].dtype, pairs[0][0].shape
+    dim, vector = shape[3], ALIGNMENT // dtype.itemsize
+    if dim % vector or not shape[2]:
         return False
-    for target, source in pairs:
-        if target.shape[3] != dim or target.dtype != source.dtype or target.element_size() != size:
-            return False
-        for part in (target, source):
-            strides = part.stride()
-            whole = part.data_ptr() % ALIGNMENT == 0 and not any(stride * size % ALIGNMENT for stride in strides[:3])
-            if strides[3] != 1 or not whole:
+    for pair in pairs:
+        for part in pair:
+            of_row, of_head, of_token, of_number = part.stride()
+            if part.dtype != dtype or part.shape[3] != dim or of_number != 1:
+                return False
+            if (of_row | of_head | of_token) & (vector - 1) or part.data_ptr() & (ALIGNMENT - 1):
                 return False
     return True
 
@@ -109,16 +109,18 @@ def copy_tokens(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) ->
     """Copy sources to targets on the device's current stream, `(target, source)` each, of the same shape `[rows, heads,
     tokens, dim]`, of which tokens alone differ from pair to pair. They lie on the device or in pinned host memory;
     `can_copy` says of which layouts they may be."""
-    (launches, block), (batch, heads) = _bind_copying(pairs[0][0].dtype, pairs[0][0].shape[3]), pairs[0][0].shape[:2]
-    vector, on_host = ALIGNMENT // pairs[0][0].element_size(), any(part.device != device for part in pairs[0])
+    dtype, (batch, heads, _, dim) = pairs[0][0].dtype, pairs[0][0].shape
+    launches, block = _bind_copying(dtype, dim)
+    vector, on_host = ALIGNMENT // dtype.itemsize, any(part.device != device for part in pairs[0])
     with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton launches on the current device
         for first in range(0, len(pairs), RUNS):
             now, told, blocks = pairs[first : first + RUNS], list[Any](), 0
             for target, source in now:
-                tokens = target.shape[2]
-                told += source, target, *(s // vector for part in (source, target) for s in part.stride()[:3]), tokens
-                blocks += triton.cdiv(tokens, block)
+                told += source, target
+                for of_row, of_head, of_token, _ in (source.stride(), target.stride()):
+                    told += of_row // vector, of_head // vector, of_token // vector
+                told.append(tokens := target.shape[2])
+                blocks += -(-tokens // block)
             told += [None, None, 0, 0, 0, 0, 0, 0, 0] * (RUNS - len(now))
             programs = min(blocks, max(1, HOST_PROGRAMS // (batch * heads))) if on_host else blocks
-            variant = pairs[0][0].dtype, device, len(now)
-            launches.launch(copy_kernel, (programs, heads, batch), variant, *told)
+            launches.launch(copy_kernel, (programs, heads, batch), (device, len(now)), *told)

@@ -151,16 +151,16 @@ def take_in(count: int, means: tuple[Tensor, Tensor], covariance: Tensor, left: 
     left, blocks = align(left)
     right, other_blocks = (left, blocks) if alike else align(right)
     correlate, columns, merge, rows = _bind_correlating(left_dim, right_dim)
-    chunks, variant = triton.cdiv(tokens, CHUNK.value), (left.dtype, right.dtype, left.device, alike)
+    chunks, variant = -(-tokens // CHUNK.value), (left.dtype, right.dtype, left.device, alike)
     sizes = (chunks + 1) * left_dim, (chunks + 1) * right_dim, chunks * left_dim * right_dim  # of a head
     found = covariance.new_empty(batch * heads * sum(sizes)).split([batch * heads * size for size in sizes])
     told = count, tokens, chunks
     with torch.cuda.device_of(left):  # Triton launches on the current device
         correlate.launch(
-            correlate_kernel, (chunks * triton.cdiv(right_dim, columns), heads, batch), variant,
+            correlate_kernel, (chunks * -(-right_dim // columns), heads, batch), variant,
             left, right, *means, *found, *blocks, *other_blocks, *told,
         )  # fmt: skip
         merge.launch(
-            merge_kernel, (triton.cdiv(left_dim, rows), heads, batch), variant,
+            merge_kernel, (-(-left_dim // rows), heads, batch), variant,
             *found, None if alike else means[0], means[1], covariance, *told,
         )  # fmt: skip
