@@ -2,7 +2,7 @@
 
 Host memory comes in huge pages: with pages of 4 KiB, looking up addresses costs a third of the speed of reading a bulk.
 A copy is asynchronous only between pinned host memory and device memory, each contiguous: for anything else the host
-waits. So all copies here are of one head of one row.
+waits. So all copies here are of one head of one row, or of few tokens of all heads by a kernel (`kernels/copying.py`).
 """
 
 import contextlib
