@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class RowTensors(Versioned):
         moved = []
         for old in self.tensors:
             new = self._allocate(old, capacity, batch=len(index), offloaded=offloaded)
-            heads = [slice(None)] if new.device == old.device else range(old.shape[1])
+            heads: Sequence[Any] = [slice(None)] if new.device == old.device else range(old.shape[1])
             for (row, source), head in product(enumerate(index), heads):
                 new[row, head, : self.stored[source]] = old[source, head, : self.stored[source]]
             moved.append(new)
