@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Operands, Query, Rows
-from qada_cache.kernels.triton import coding, deriving, recording, selected_prompt, storing
+from qada_cache.kernels.triton import coding, copying, correlating, deriving, recording, selected_prompt, storing
 from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.sketch import SEGMENT_TOKENS, Layout, find_segment_start
 from qada_cache.sketch.codec import Sketch, list_fields
@@ -32,6 +32,7 @@ TYPES[torch.float8_e4m3fn] = "fp8e4nv"
 KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
 STORING = {coding: ("describe_kernel", "code_kernel", "scale_kernel"), deriving: ("derive_kernel",)}  # and, of records:
 RECORDING = {recording: ("record_kernel",)}
+ABSORBING = {correlating: ("correlate_kernel", "merge_kernel"), copying: ("copy_kernel",)}
 PROMPT = {selected_prompt: ("share_kernel", "sample_kernel", "read_kernel")}
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
 OPTIONS = ("num_stages", "num_warps", "maxnreg")  # of a launch, for the compiler alone
@@ -124,6 +125,18 @@ def record_prompt(dim: int, group: int, codes: torch.dtype) -> list["Recorder"]:
     told = {"scaling": 0.1, "threshold": 1.0, "sinks": 4, "out": torch.empty_like(query)}
     with mock.patch.object(selected_prompt, "find_code_type", return_value=codes):
         return _record(PROMPT, lambda: selected_prompt.selected_attention(query, key, value, **told))
+
+
+def record_absorbing(dim: int, dtype: torch.dtype) -> list["Recorder"]:
+    """What is launched to take tokens into moments, and to copy them to others."""
+    tokens = torch.zeros(BATCH, KV_HEADS, 600, dim, dtype=dtype, device="cpu")
+    mean = torch.zeros(BATCH, KV_HEADS, dim, dtype=torch.float32, device="cpu")
+
+    def absorb() -> None:
+        correlating.take_in(1, (mean, mean), mean.new_zeros(BATCH, KV_HEADS, dim, dim), tokens, tokens)
+        copying.copy_tokens([(tokens, tokens)] * 4, tokens.device)
+
+    return _record(ABSORBING, absorb)
 
 
 def _record(kernels: dict[Any, tuple[str, ...]], launch: Callable[[], Any]) -> list["Recorder"]:

@@ -1,9 +1,9 @@
 """Exact attention where launches take longer than what they compute: all heads at once, over few long parts."""
 
-import torch
 from torch import Tensor
 
 from ..kernels import merge_partials
+from ..kernels.copying import find_copier
 from ..kernels.lower_right import attend_to_all
 from ..kernels.operands import Query
 from ..state.layer import QAdALayer
@@ -28,30 +28,48 @@ def can_join(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, val
 def attend_to_joined(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
     """As `exact.attend_exactly`, for the calls that this serves. `out` of torch's operator is rounded to the query's
     dtype, and merged in float32."""
-    bulk, states, far = store.bulk, query.states, None
-    rows = slice(0, len(states))
-    parts = [*store.view_near(rows), *view_beside(bulk), (key, value)]
+    bulk, states, found, kernels = store.bulk, query.states, None, layer.options.kernels
+    own = [*store.view_joined(), *view_beside(bulk), (key, value)]  # what is still to be read, the new tokens last
     beside_bytes = len(states) * bulk.tensors[0].shape[1] * (bulk.lengths[0] - bulk.stored[0]) * bulk.token_bytes
     layer.counters.streamed_bytes += beside_bytes
     joins = len(states) * key.shape[1] * bulk.stored[0] * bulk.token_bytes <= JOINED_BYTES
     for part in read_together(bulk):
         layer.counters.streamed_bytes += part.bulk_read_bytes
-        held = part.keys, part.values
-        if joins:  # now, as these are lent until the next part
-            parts = [_join([held, *parts])]
-            continue
-        found = attend_to_all(states, *held, scaling=query.scaling, causal=False)
-        far = found if far is None else _merge(far, found)
-    last = attend_to_all(states, *_join(parts), scaling=query.scaling, causal=True)
-    return (last if far is None else _merge(far, last))[0].to(states.dtype)
+        held, causal = (part.keys, part.values), False
+        if own and (part.room >= sum(each.shape[2] for each, _ in own) or joins):
+            held, own, causal = _join([held, *own], part.room, kernels), [], True
+        now = attend_to_all(states, *held, scaling=query.scaling, causal=causal)
+        found = now if found is None else _merge(found, now)
+    if own:
+        last = attend_to_all(states, *_join(own, 0, kernels), scaling=query.scaling, causal=True)
+        found = last if found is None else _merge(found, last)
+    assert found is not None
+    return found[0].to(states.dtype)
 
 
-def _join(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Keys and values `[batch, kv_heads, tokens, *]` one behind the other."""
+def _join(parts: list[tuple[Tensor, Tensor]], room: int, kernels: str) -> tuple[Tensor, Tensor]:
+    """Keys and values `[batch, kv_heads, tokens, *]` one behind the other: behind the first ones, where there is `room`
+    for so many more tokens."""
     if len(parts) == 1:
         return parts[0]
-    keys, values = zip(*parts, strict=True)
-    return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+    sizes = [keys.shape[2] for keys, _ in parts]
+    tokens, first = sum(sizes), parts[0]
+    fits = tokens - sizes[0] <= room
+    if fits:
+        joined = [part.as_strided((*part.shape[:2], tokens, part.shape[3]), part.stride()) for part in first]
+        parts, sizes, start = parts[1:], sizes[1:], sizes[0]
+    else:
+        joined, start = [part.new_empty(*part.shape[:2], tokens, part.shape[3]) for part in first], 0
+    pairs = []
+    for part, size in zip(parts, sizes, strict=True):
+        pairs += [(whole.narrow(2, start, size), each) for whole, each in zip(joined, part, strict=True)]
+        start += size
+    if (copier := find_copier(pairs, first[0].device, kernels)) is not None:
+        copier(pairs, first[0].device)
+    else:
+        for target, source in pairs:
+            target.copy_(source)
+    return joined[0], joined[1]
 
 
 def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

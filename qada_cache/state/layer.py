@@ -85,7 +85,7 @@ class QAdALayer(DynamicLayer):
 
     def _keep_by_options(self, store: TokenStore) -> None:
         options = self.options
-        store.keep_moments(track=options.tracks_moments, update=options.update_moments)
+        store.keep_moments(track=options.tracks_moments, update=options.update_moments, kernels=options.kernels)
         energies = options.query_energies
         own = None if energies is None else self.shared.model.shard.take_own(energies[self.index])
         store.keep_sketch(options.sketch_bits, own, select=options.selects_tokens, kernels=options.kernels)

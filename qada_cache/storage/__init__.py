@@ -137,9 +137,9 @@ class TokenStore(NearTokens):
                     self.moments.clear(slice(row, row + 1))
                     self._catch_up([row])
 
-    def keep_moments(self, *, track: bool, update: bool) -> None:
-        """Keep running moments or not, and `update` them or not, as if from the start; ValueError, if the tokens of
-        frozen moments are not known."""
+    def keep_moments(self, *, track: bool, update: bool, kernels: str = "auto") -> None:
+        """Keep running moments or not, and `update` them or not, as if from the start, by such `kernels` as of
+        `take_in`; ValueError, if the tokens of frozen moments are not known."""
         frozen = self.moments is not None and not self.update_moments
         if track and not update and not frozen and self.decoded:
             raise ValueError(
@@ -153,6 +153,8 @@ class TokenStore(NearTokens):
             batch, kv_heads, _, dim = self.near_keys.shape
             with torch.inference_mode(False):  # as in __init__
                 self.moments = RunningMoments(batch, kv_heads, dim, self.near_keys.device)
+        if self.moments is not None:
+            self.moments.kernels = kernels
         if update or not frozen:
             self._catch_up(range(self.batch))
 
@@ -234,7 +236,8 @@ class TokenStore(NearTokens):
             near[rows, :, gone : gone + missing] = new[:, :, :missing]
         if older > missing:
             flushed = keys[:, :, missing:older], values[:, :, missing:older]
-            if not exact and self.bulk.offloading:  # their columns are written over while they go to the host
+            # Their columns are written over while they go to the host: records of them go there, if there are any.
+            if not exact and self.bulk.offloading and not self.bulk.beside:
                 flushed = flushed[0].clone(), flushed[1].clone()
             self.bulk.append(rows, *flushed)
             if self.bulk.sketch is not None:
@@ -243,7 +246,9 @@ class TokenStore(NearTokens):
             if self.moments is not None and (self.update_moments or exact):
                 self.moments.update(rows, flushed[0])
         self.flushed[rows] = [gone + older] * len(self.flushed[rows])
-        # Not views: those would keep all of a row's new tokens until the last row is done.
+        if exact and len(self.flushed[rows]) == self.batch:
+            return keys[:, :, older:], values[:, :, older:]
+        # Not views: those would keep all of a row's new tokens until the last row is done, or lie where they are put.
         return keys[:, :, older:].clone(), values[:, :, older:].clone()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..files.private_map import PrivateMap
+from ..kernels.copying import find_copier
 from ..sketch.coded import Records
 from . import pinned, transfers
 from .placement import AUTO, Placement
@@ -58,19 +59,9 @@ class Bulk(RowTensors):
         self.adopt(None, self._allocate(keys, 0), self._allocate(values, 0), lengths=[0] * keys.shape[0])
 
     @property
-    def lent_bytes(self) -> int:
-        """Of the tensors `beside`, bytes that copies have as well."""
-        return 0
-
-    @property
-    def keys(self) -> Tensor:
-        """Keys as the model made them, `[batch, kv_heads, *, dim]`."""
-        return self.tensors[0]
-
-    @property
-    def values(self) -> Tensor:
-        """Likewise values."""
-        return self.tensors[1]
+    def _kernels(self) -> str:
+        """One of `choice.KINDS`, which may copy tokens."""
+        return "torch" if self.sketch is None else self.sketch.kernels
 
     def __del__(self) -> None:
         # Torch keeps pinned memory until copies of it have ended, not kernels: so one token is copied after them.
@@ -211,12 +202,10 @@ class Bulk(RowTensors):
         self.reserve(stop)
         self.unwritten[rows] = [min(same, start) for same in self.unwritten[rows]]
         if self.offloaded:
-            copies = [
-                (store[row, head, start:stop], new[row - rows.start, head])
-                for store, new in zip(self.tensors, added, strict=True)
-                for row, head in product(range(rows.start, rows.stop), range(new.shape[1]))
-            ]
-            self.written = send(copies, self.device)
+            pairs = [(store[rows, :, start:stop], new) for store, new in zip(self.tensors, added, strict=True)]
+            if (copier := find_copier(pairs, self.device, self._kernels)) is None:
+                pairs = [(to[at], new[at]) for to, new in pairs for at in product(*map(range, new.shape[:2]))]
+            self.written = send(pairs, self.device, copier)
         else:
             for store, new in zip(self.tensors, added, strict=True):
                 store[rows, :, start:stop] = new
@@ -263,11 +252,20 @@ class Bulk(RowTensors):
         here = self.clip_stored(rows.indices(len(self.stored))[0], start, stop)
         parts = tuple(tensor[rows, heads, here] for tensor in self.tensors)
         if self.offloaded and (here.start < here.stop or not self.beside):
-            heads_of = (pair for row in zip(*parts, strict=True) for pair in zip(*row, strict=True))
-            held = fetch(tuple(part[None, None] for pair in heads_of for part in pair), self.device, after=self.written)
-            parts = tuple(torch.cat(held.wait()[i :: len(parts)]).view_as(part) for i, part in enumerate(parts))
+            parts = self._bring(parts)
             limit_reads(parts)
         return self.decode(rows, heads, (start, stop), parts, coded=coded)
+
+    def _bring(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies of what `tensors` have of rows and heads, on the device."""
+        if (copier := find_copier([(part, part) for part in parts], self.device, self._kernels)) is not None:
+            there = tuple(torch.empty(part.shape, dtype=part.dtype, device=self.device) for part in parts)
+            self.find_in_place()  # it reads them there
+            copier(list(zip(there, parts, strict=True)), self.device)
+            return there
+        heads_of = (pair for row in zip(*parts, strict=True) for pair in zip(*row, strict=True))
+        held = fetch(tuple(part[None, None] for pair in heads_of for part in pair), self.device, after=self.written)
+        return tuple(torch.cat(held.wait()[i :: len(parts)]).view_as(part) for i, part in enumerate(parts))
 
     def cut_spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:
         """A row's tokens from `start` on, `(first, end)` each, so short that `heads` heads hold `STREAM_TOKENS`."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.coding import Coder, choose_coder
+from ..kernels.correlating import take_in
 from ..kernels.cpu import quantizing
 from ..kernels.reference import suspend_autocast
-from ..key_moments.running import take_in
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, count_segments, find_segment_start
 from ..sketch.codec import (
     Rounding,
@@ -267,7 +267,7 @@ class BulkSketch(Versioned):
         """Take tokens into the means and the covariance of `before` others."""
         with suspend_autocast(keys.device):
             means = self.tensors.mean_value[rows], self.mean_key[rows]
-            take_in(before, means, self.covariance[rows], values, keys)
+            take_in(before, means, self.covariance[rows], values, keys, self.kernels)
 
     @torch.inference_mode(False)  # the new tensors are written to later, perhaps outside inference mode
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -64,6 +64,15 @@ class NearTokens(Versioned):
         sinks = slice(0, min(self.flushed[rows.start], self.sinks))
         return [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks]), self._view_recent(rows)]
 
+    def view_joined(self) -> list[tuple[Tensor, Tensor]]:
+        """As `view_near`, of all rows, which are alike: one view where sinks and recent tokens lie side by side, and no
+        empty ones."""
+        held, recent = min(self.flushed[0], self.sinks), self.lengths[0] - self.flushed[0]
+        spans = [(0, held), (self.sinks + self.end - recent, recent)]
+        if held == self.sinks and recent == self.end:
+            spans = [(0, held + recent)]
+        return [(self.near_keys.narrow(2, *span), self.near_values.narrow(2, *span)) for span in spans if span[1]]
+
     def _list_rows(self) -> list[slice]:
         return [slice(row, row + 1) for row in range(self.batch)]
 

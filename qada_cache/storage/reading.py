@@ -21,6 +21,7 @@ class Part(NamedTuple):
     keys: Tensor  # `[rows, heads, tokens, dim]`
     values: Tensor  # likewise, of `value_dim`
     bulk_read_bytes: int
+    room: int = 0  # tokens of each head behind these in memory, that may be written over for the time being
 
 
 def read_parts(bulk: Bulk, whole: list[list[bool]]) -> Iterator[Part]:
@@ -69,19 +70,29 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
 
 def read_together(bulk: Bulk) -> Iterator[Part]:
     """What `tensors` of a bulk hold whose rows are alike, for an exact call, all heads at once: a view, or blocks that
-    are brought and decoded. Computation with one is to be started before the next is asked for."""
+    are brought and decoded. Computation with one is to be started before the next is asked for, and is all that may
+    write to its `room`."""
     rows, heads = slice(0, len(bulk.stored)), slice(0, bulk.tensors[0].shape[1])
     if not bulk.stored[0]:
         return
     if not bulk.offloaded:
         for span in cut_blocks(bulk, bulk.decoding_share) if bulk.beside else [(0, bulk.stored[0])]:
-            yield _view(bulk, rows, heads, *span, coded=False)
+            part = _view(bulk, rows, heads, *span, coded=False)
+            yield part._replace(room=_find_room(part.keys, part.values, span))
         return
     staging = bulk.placement.find_staging(bulk.device)
     for span, tensors in staging.bring(bulk, cut_blocks(bulk, bulk.decoding_share)):
         keys, values = bulk.decode(rows, heads, span, tensors)
         nbytes = len(bulk.stored) * heads.stop * (span[1] - span[0]) * bulk.stored_token_bytes
-        yield Part(rows, heads, keys, values, nbytes)
+        yield Part(rows, heads, keys, values, nbytes, _find_room(keys, values, span))
+
+
+def _find_room(keys: Tensor, values: Tensor, span: Span) -> int:
+    """Tokens that lie behind a head's, if these begin where its memory does: what follows a row's tokens is never read,
+    and heads lie one behind the other."""
+    if span[0]:
+        return 0
+    return min(part.stride(1) // part.stride(2) - part.shape[2] for part in (keys, values))
 
 
 def view_beside(bulk: Bulk) -> list[tuple[Tensor, Tensor]]:

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,12 +64,13 @@ class RowTensors(Versioned):
             return transfers.make_empty(shape, like.dtype, transfers.HOST if offloaded else self.device)
 
     def _copy_rows(self, index: Sequence[int], capacity: int, *, offloaded: bool) -> list[Tensor]:
-        """New `tensors`, whose row `i` is the old row `index[i]`. Heads are copied one by one: several would take the
-        device's memory on their way to the host."""
+        """New `tensors`, whose row `i` is the old row `index[i]`. Between devices heads are copied one by one: several
+        would take the device's memory on their way to the host."""
         moved = []
         for old in self.tensors:
             new = self._allocate(old, capacity, batch=len(index), offloaded=offloaded)
-            for (row, source), head in product(enumerate(index), range(old.shape[1])):
+            heads: Sequence[Any] = [slice(None)] if new.device == old.device else range(old.shape[1])
+            for (row, source), head in product(enumerate(index), heads):
                 new[row, head, : self.stored[source]] = old[source, head, : self.stored[source]]
             moved.append(new)
         return moved
@@ -111,6 +113,21 @@ class RowTensors(Versioned):
     def clip_stored(self, row: int, start: int, stop: int) -> slice:
         """Of a row's tokens `start..stop` those in `tensors`."""
         return slice(min(start, self.stored[row]), min(stop, self.stored[row]))
+
+    @property
+    def lent_bytes(self) -> int:
+        """Of the tensors `beside`, bytes that copies have as well."""
+        return 0
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys as the model made them, `[batch, kv_heads, *, dim]`."""
+        return self.tensors[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Likewise values."""
+        return self.tensors[1]
 
     @property
     def mappable(self) -> bool:

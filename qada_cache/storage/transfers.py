@@ -2,7 +2,7 @@
 
 Host memory comes in huge pages: with pages of 4 KiB, looking up addresses costs a third of the speed of reading a bulk.
 A copy is asynchronous only between pinned host memory and device memory, each contiguous: for anything else the host
-waits. So all copies here are of one head of one row.
+waits. So all copies here are of one head of one row, or of few tokens of all heads by a kernel (`kernels/copying.py`).
 """
 
 import contextlib
@@ -11,12 +11,14 @@ import math
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
+
+from ..kernels.copying import Copier
 
 # At most so many bytes of copies to the host, or a single copy, are under way: the host waits for older ones. Without a
 # bound, a host that runs ahead of the device would find no layer's memory free again, and a prefill would need it all.
@@ -150,8 +152,9 @@ _outgoing: dict[torch.device, deque[tuple[Any, int]]] = {}
 _booking = threading.Lock()  # caches in several threads send to the host
 
 
-def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
-    """Start to copy sources on `device` to contiguous host tensors: `(target, source)` each, of the same shape.
+def send(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, copier: Copier | None = None) -> Any:
+    """Start to copy sources on `device` to host tensors: `(target, source)` each, of the same shape, contiguous unless
+    a `copier` that was found for them does so.
 
     The sources may be freed at once. Returns an event for the end of the copies. None: they have ended, or on an
     accelerator other than CUDA will have after `torch.accelerator.synchronize`.
@@ -160,8 +163,11 @@ def send(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Any:
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):  # None: as before
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
+        if copier is not None:
+            copier(pairs, device)
+        for target, source in pairs:
+            if copier is None:
+                target.copy_(source, non_blocking=True)
             if source.is_cuda:
                 source.record_stream(side)
             sent += source.nbytes

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from eval.shared.compiling import Compiled, Recorder, Step, record_prompt
+from eval.shared.compiling import Compiled, Recorder, Step, record_absorbing, record_prompt
 from qada_cache.kernels import triton as triton_decode
 
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may take, by compute capability
@@ -42,6 +42,18 @@ def check_prompts(few: bool) -> None:
             print(f"sm_{capability} {recorder.kernel.__name__}: {compiled.shared} bytes of shared memory")
             assert compiled.shared <= SHARED[capability], "more shared memory than the device has"
             assert compiled.stack == 0, f"spills registers: {compiled.usage}"
+
+
+def check_absorbing(few: bool) -> None:
+    """Kernels that take tokens in, which are read and written 16 bytes at a time."""
+    for capability, dim, dtype in [(90, 128, torch.bfloat16)] if few else [(80, 256, torch.float16)]:
+        for recorder in record_absorbing(dim, dtype):
+            compiled, name = Compiled(recorder, capability), recorder.kernel.__name__
+            print(f"sm_{capability} {name}: {compiled.shared} bytes of shared memory")
+            assert compiled.shared <= SHARED[capability], "more shared memory than the device has"
+            assert compiled.stack == 0, f"spills registers: {compiled.usage}"
+            if name == "copy_kernel":
+                assert set(re.findall(r"(?:ld|st)\.global\.\w+", compiled.ptx)) == {"ld.global.v4", "st.global.v4"}
 
 
 def main() -> None:
@@ -93,6 +105,7 @@ def main() -> None:
         for recorder in step.record_storing():
             check(recorder, capability, step)
     check_prompts(few)
+    check_absorbing(few)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,77 @@
+"""Which implementation copies tokens of all heads at once: Triton's kernel on a GPU, once tried there; else torch, head
+by head where the host's memory takes part."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..said_once import warn_once
+from .choice import AUTO_DEVICES, explain_unsupported
+from .reference import find_fault
+
+logger = logging.getLogger(__name__)
+
+Pairs = Sequence[tuple[Tensor, Tensor]]  # target and source each, `[rows, heads, tokens, dim]`
+Copier = Callable[[Pairs, torch.device], None]  # `triton.copying.copy_tokens`
+# Of a head: to start a copy of its own takes the host longer than the bus takes for fewer. More are for the engines
+# that copy beside the processors.
+HOST_BYTES = 1 << 19
+
+
+def find_copier(pairs: Pairs, device: torch.device, kernels: str) -> Copier | None:
+    """What copies these, on the device or between it and the host's memory, in one launch on the current stream; None:
+    torch is to. `kernels` is one of `choice.KINDS`."""
+    if kernels == "torch" or device.type not in AUTO_DEVICES:
+        return None
+    for pair in pairs:
+        for part in pair:
+            if part.device != device and (_count_head_bytes(part) > HOST_BYTES or not part.is_pinned()):
+                return None
+    if not _agrees(device):
+        return None
+    from .triton.copying import can_copy, copy_tokens
+
+    return copy_tokens if can_copy(pairs) else None
+
+
+def _count_head_bytes(part: Tensor) -> int:
+    return part.shape[2] * part.shape[3] * part.element_size()
+
+
+@functools.cache
+def _agrees(device: torch.device) -> bool:
+    """Whether Triton's kernel copies on this device; a warning, if it serves there and does not. The trial waits for
+    the device."""
+    like = torch.empty(1, 1, 1, 1, dtype=torch.float32, device=device)
+    if explain_unsupported(like, like, like, None) is not None:
+        return False  # decoding tokens needs the same, and warns of it
+    from .triton.copying import copy_tokens
+
+    if (fault := find_copying_fault(copy_tokens, device)) is None:
+        return True
+    warn_once(logger, f"tokens are copied on {device} by torch's operations, not by Triton's kernel: {fault}")
+    return False
+
+
+def find_copying_fault(copier: Copier, device: torch.device) -> str | None:
+    """The fault of a copier on this device, as of `reference.find_fault`, by made-up tokens that go to the host and
+    come back."""
+    made = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randn(2, 70, 3, 8, generator=made, dtype=torch.float32, device="cpu").transpose(1, 2)
+    expected = torch.zeros(2, 3, 100, 8, dtype=torch.float32, device="cpu")
+    expected[:, :, 30:] = tokens
+
+    def compute() -> tuple[Tensor, ...]:
+        given, pinned = tokens.to(device), device.type == "cuda"
+        host = torch.zeros(expected.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        there, back = torch.zeros_like(given), torch.zeros_like(given)
+        copier([(host[:, :, 30:], given)], device)
+        copier([(there[:, :, :9], host[:, :, 30:39]), (there[:, :, 9:], host[:, :, 39:])], device)
+        copier([(back, there)], device)
+        found = back.cpu()  # which waits for what the host is to read
+        return host.clone(), found
+
+    return find_fault(compute, (expected, tokens))

@@ -1,0 +1,100 @@
+"""Which implementation takes tokens into means and covariances: Triton's kernels on a GPU, once tried there; else
+torch."""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..said_once import warn_once
+from .choice import AUTO_DEVICES, MAX_DIM, explain_unsupported
+from .reference import find_fault
+
+logger = logging.getLogger(__name__)
+
+MULTIPLE = 8  # of channels, that the kernels take
+ROWS, HEADS, TOKENS = 1, 2, (530, 30)  # of a trial; one call's after the other's
+
+
+def take_in(
+    count: int, means: tuple[Tensor, Tensor], covariance: Tensor, left: Tensor, right: Tensor, kernels: str = "auto"
+) -> None:
+    """`take_in_by_torch`, or what does the same; `kernels` is one of `choice.KINDS`."""
+    found = None
+    if kernels != "torch" and left.device.type in AUTO_DEVICES and left.dim() == 4:
+        found = _find_kernel(left.device, left.dtype, right.dtype, left.shape[3], right.shape[3])
+    (found or take_in_by_torch)(count, means, covariance, left, right)
+
+
+def take_in_by_torch(count: int, means: tuple[Tensor, Tensor], covariance: Tensor, left: Tensor, right: Tensor) -> None:
+    """Take tokens' vectors `left` `[..., tokens, n]` and `right` (`m`), any dtype, into the `means` of `count` others,
+    float32 `[..., n]` and `[..., m]`, and into their covariance `[..., n, m]`, contiguous, in place.
+
+    Chan's merge of centred blocks is stable for large means, and independent of the split, to rounding. Of 0 others,
+    nothing is read. `left` may be `right`, and its mean then as well.
+    """
+    alike, tokens = left is right, left.shape[-2]
+    total = count + tokens
+    wide = [left.float()] if alike else [left.float(), right.float()]
+    found = [part.mean(dim=-2) for part in wide]
+    centred = [part - mean.unsqueeze(-2) for part, mean in zip(wide, found, strict=True)]
+    product = covariance.flatten(0, -3)
+    product.baddbmm_(centred[0].mT.flatten(0, -3), centred[-1].flatten(0, -3), beta=count / total, alpha=1 / total)
+    held = means[: len(found)]
+    if not count:
+        for mean, new in zip(held, found, strict=True):
+            mean.copy_(new)
+        return
+    off = [(new - mean).flatten(0, -2) for mean, new in zip(held, found, strict=True)]
+    product.baddbmm_(off[0].unsqueeze(-1), off[-1].unsqueeze(-2), alpha=count / total * (tokens / total))
+    for mean, new in zip(held, found, strict=True):
+        mean.lerp_(new, tokens / total)
+
+
+@functools.cache
+def _find_kernel(
+    device: torch.device, left_dtype: torch.dtype, right_dtype: torch.dtype, left_dim: int, right_dim: int
+) -> Callable | None:
+    """Triton's kernels for such tensors; None: torch is to. The trial waits for the device."""
+    dims, dtypes = (left_dim, right_dim), (left_dtype, right_dtype)
+    like = [torch.empty(1, 1, 1, dim, dtype=dtype, device=device) for dim, dtype in zip(dims, dtypes, strict=True)]
+    if any(dim % MULTIPLE or dim > MAX_DIM for dim in dims):
+        return None
+    if any(explain_unsupported(each, each, each, None) is not None for each in like):
+        return None  # decoding tokens needs the same, and warns of it
+    from .triton.correlating import take_in as take_in_by_triton
+
+    if (fault := find_correlating_fault(take_in_by_triton, device, dtypes, dims)) is None:
+        return take_in_by_triton
+    warn_once(logger, f"covariances are computed on {device} by torch's operations, not by Triton's kernels: {fault}")
+    return None
+
+
+def find_correlating_fault(
+    kernel: Callable, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], dims: tuple[int, int]
+) -> str | None:
+    """The fault of a kernel on this device, as of `reference.find_fault`, by made-up tokens: of keys alone, and of
+    values and keys."""
+    made = torch.Generator("cpu").manual_seed(0)
+    left, right = (
+        (torch.randn(ROWS, HEADS, sum(TOKENS), dim, generator=made, dtype=torch.float32, device="cpu") + 3).to(dtype)
+        for dim, dtype in zip(dims, dtypes, strict=True)
+    )
+
+    def compute(take: Callable, there: torch.device) -> tuple[Tensor, ...]:
+        values, keys = left.to(there), right.to(there)
+        means = [torch.empty(ROWS, HEADS, dim, dtype=torch.float32, device=there) for dim in (*dims, dims[1])]
+        shapes = dims, (dims[1], dims[1])
+        found = [torch.empty(ROWS, HEADS, *shape, dtype=torch.float32, device=there) for shape in shapes]
+        for each in (*means, *found):
+            each.fill_(torch.nan)  # of no tokens nothing is read
+        count = 0
+        for own_values, own_keys in zip(values.split(TOKENS, dim=2), keys.split(TOKENS, dim=2), strict=True):
+            take(count, (means[0], means[1]), found[0], own_values, own_keys)
+            take(count, (means[2], means[2]), found[1], own_keys, own_keys)
+            count += own_keys.shape[2]
+        return tuple(part.cpu() for part in (*means, *found))
+
+    return find_fault(lambda: compute(kernel, device), compute(take_in_by_torch, torch.device("cpu")))
