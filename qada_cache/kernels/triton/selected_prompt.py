@@ -47,7 +47,7 @@ def selected_attention(
     batch, heads, tokens = query.shape[:3]
     codes, steps = encode(key)
     blocks = -(-tokens // BLOCK)
-    begins = torch.arange(blocks, device=query.device) * BLOCK
+    begins = torch.arange(blocks, dtype=torch.int64, device=query.device) * BLOCK
     sizes = (tokens - begins).clamp_max(BLOCK)
     pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
     while first < blocks:
