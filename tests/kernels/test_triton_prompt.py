@@ -95,7 +95,7 @@ def test_attention_of_a_sample(call: tuple[Any, ...]) -> None:
     out = torch.full((1, heads, tokens, value.shape[3]), torch.nan, dtype=dtype)
     counts = torch.full((heads, 1), items.shape[2], dtype=torch.int32)
     counts[1] += 1  # more than were written
-    selected_prompt.read(query, key, value, items.int().contiguous(), counts, out, block, SCALING)
+    selected_prompt.read_sample(query, key, value, items.int().contiguous(), counts, out, block, SCALING)
     for head in range(heads):
         kept = dict(list(chosen[head].items())[: items.shape[2]])
         if head == 1:

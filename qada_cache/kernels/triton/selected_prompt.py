@@ -18,7 +18,7 @@ from .prompt_kernels import SHARES, read_kernel, sample_kernel, share_kernel
 BLOCK = 128  # queries that read together
 FLOOR = 1 / 64  # of the probability to be read
 MAX_SHARE = 2  # a block that chooses more than a part of the tokens in so many reads all of them
-MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and as much for their probabilities
+MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and half as much for probabilities
 MAX_TOKENS = 2**22  # that a chosen token's bits can name
 SHARING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
@@ -47,7 +47,7 @@ def selected_attention(
     batch, heads, tokens = query.shape[:3]
     codes, steps = encode(key)
     blocks = -(-tokens // BLOCK)
-    begins = torch.arange(blocks, device=query.device) * BLOCK
+    begins = torch.arange(blocks, dtype=torch.int64, device=query.device) * BLOCK
     sizes = (tokens - begins).clamp_max(BLOCK)
     pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
     while first < blocks:
@@ -55,7 +55,7 @@ def selected_attention(
         told = query, codes, steps, first, some
         shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks)
         chosen, counts = draw(shares, first, capacity)
-        read(query, key, value, chosen, counts, out, first, scaling)
+        read_sample(query, key, value, chosen, counts, out, first, scaling)
         of = slice(first, first + some)
         pairs += (torch.where(counts > capacity, begins[of], counts) * sizes[of]).sum()
         first += some
@@ -116,7 +116,7 @@ def draw(shares: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor]:
     return chosen, counts
 
 
-def read(
+def read_sample(
     query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, counts: Tensor, out: Tensor, first: int, scaling: float
 ) -> None:
     """Has `read_kernel` write the blocks of `out` from `first` on that `draw` chose for."""
