@@ -55,7 +55,7 @@ def _find_prompt_fault(device: torch.device, dtype: torch.dtype, *, group: int, 
         for heads, size in shapes
     ]
     keys, values = (part.repeat_interleave(group, dim=1) for part in call[1:])
-    told = {"scaling": dim**-0.5, "threshold": LOW, "sinks": 1}
+    told = {"scaling": dim**-0.5, "threshold": LOW, "sinks": 1, "window": 1}
 
     def compute() -> tuple[Tensor, ...]:
         query, key, value = (part.to(device) for part in call)
