@@ -25,7 +25,7 @@ def probabilities(
     scores = scaling * query[own].double() @ centred.T
     near = scores[:, begin : begin + BLOCK].masked_fill(own > own[:, None], -torch.inf)
     seen = torch.cat([near, scores[:, : min(FIRST, begin)]], 1)
-    sample = torch.arange(FIRST + STRIDE // 2, begin, STRIDE)
+    sample = torch.arange(begin)[FIRST + STRIDE // 2 :: STRIDE]
     met = torch.cat([seen, scores[:, sample] + torch.tensor(STRIDE).log()], 1).logsumexp(1)
     shares = (scores[:, :begin] - met[:, None]).exp().amax(0)
     found = (256 * shares * max(begin, FEW) / threshold).clamp(min=256 * floor, max=256)

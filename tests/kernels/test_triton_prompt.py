@@ -132,7 +132,7 @@ def test_what_is_not_read_is_stood_for(monkeypatch: pytest.MonkeyPatch) -> None:
     query = (query / 2.5).expand(1, 8, -1, -1).contiguous()  # heads alike but for their samples
     exact, (out, pairs) = in_float64(query, key, value), attend([query, key, value], 1500.0, window=0)
     assert pairs < 0.7 * 8 * 384 * 385 // 2
-    errors = (out - exact)[0, :, 128:]
+    errors = (out - exact)[0, :, reference.BLOCK :]
     assert errors.mean(0).square().mean() < 0.25 * errors.square().mean()
 
 
