@@ -171,7 +171,7 @@ def select(kernels: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[
 
 def test_a_layer_reads_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found, layer, call = select("triton", monkeypatch)
-    out, pairs = attend(call, 300.0)
+    out, pairs = attend(call, 300.0, layer.options.window)
     assert found is not None
     assert torch.equal(found, out.transpose(1, 2))
     assert int(layer.counters.prompt_read_pairs) == pairs < layer.counters.prompt_pairs == 2 * 4 * 300 * 301 // 2
