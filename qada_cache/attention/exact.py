@@ -61,7 +61,8 @@ def _select(select: Callable[..., Tensor], layer: QAdALayer, query: Query, key: 
     """What `attend_to_prompt` returns, by a kernel that `find_selected_attention` found."""
     batch, heads, tokens = query.states.shape[:3]
     out, options = query.states.new_empty(batch, tokens, heads, value.shape[3]), layer.options
-    told = {"scaling": query.scaling, "threshold": options.prefill_threshold, "sinks": options.sink_tokens}
+    told: dict[str, Any] = {"scaling": query.scaling, "threshold": options.prefill_threshold}
+    told |= {"sinks": options.sink_tokens, "window": options.window}
     layer.counters.prompt_read_pairs += select(query.states, key, value, out=out.transpose(1, 2), **told)
     layer.counters.prompt_pairs += batch * heads * tokens * (tokens + 1) // 2
     return out

@@ -40,7 +40,7 @@ class Step:
     def __init__(self, layers: list[QAdALayer], inputs: dict[str, Tensor]) -> None:
         """`inputs` as of `find_inputs`; positions that are not told are made."""
         self.layers, self.shared = list(layers), layers[0].shared
-        self._told = _describe(inputs)
+        self._told = _list_facts(inputs)
         self.stores: list[TokenStore] = [layer.store for layer in layers if layer.store is not None]
         store, forward_pass = self.stores[0], self.shared.forward_pass
         self.device = store.near_keys.device
@@ -95,7 +95,7 @@ class Step:
 
     def takes(self, inputs: dict[str, Tensor]) -> bool:
         """Whether a decoder is told the same, but for what the tensors hold."""
-        return _describe(inputs) == self._told
+        return _list_facts(inputs) == self._told
 
     def _find_tokens(self) -> tuple[list, list]:
         """What tells of all layers' tokens."""
@@ -152,7 +152,7 @@ class Places:
 
     def take(self, inputs: dict[str, Tensor]) -> bool:
         """Whether a decoder's inputs are of the same shapes and dtypes."""
-        return _describe(self.inputs) == _describe(inputs)
+        return _list_facts(self.inputs) == _list_facts(inputs)
 
     def write(self, step: "Step") -> None:
         """What the next replay reads, but for `inputs`. Nothing here waits for the device."""
@@ -176,7 +176,7 @@ class Places:
         self.inputs["position_ids"].add_(1)
 
 
-def _describe(inputs: dict[str, Tensor]) -> list[tuple]:
+def _list_facts(inputs: dict[str, Tensor]) -> list[tuple]:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in inputs.items()]
 
 

@@ -48,11 +48,14 @@ def _find_prompt_fault(device: torch.device, dtype: torch.dtype, *, group: int, 
     """As `decode_trial.find_decode_fault`, of a short prompt of which everything is read."""
     from .triton.selected_prompt import selected_attention
 
-    made = torch.Generator().manual_seed(0)
+    made = torch.Generator("cpu").manual_seed(0)
     shapes = (2 * group, dim), (2, dim), (2, value_dim)
-    call = [torch.randn(1, heads, TRIED_TOKENS, size, generator=made).to(dtype) for heads, size in shapes]
+    call = [
+        torch.randn(1, heads, TRIED_TOKENS, size, generator=made, dtype=torch.float32, device="cpu").to(dtype)
+        for heads, size in shapes
+    ]
     keys, values = (part.repeat_interleave(group, dim=1) for part in call[1:])
-    told = {"scaling": dim**-0.5, "threshold": LOW, "sinks": 1}
+    told = {"scaling": dim**-0.5, "threshold": LOW, "sinks": 1, "window": 1}
 
     def compute() -> tuple[Tensor, ...]:
         query, key, value = (part.to(device) for part in call)
@@ -61,5 +64,5 @@ def _find_prompt_fault(device: torch.device, dtype: torch.dtype, *, group: int, 
         return out.cpu(), pairs.cpu()
 
     expected = partial_attention(call[0], keys, values, scaling=dim**-0.5, causal=True)[0]
-    pairs = torch.tensor(2 * group * TRIED_TOKENS * (TRIED_TOKENS + 1) // 2)
+    pairs = torch.tensor(group * TRIED_TOKENS * (TRIED_TOKENS + 1), dtype=torch.int64, device="cpu")
     return find_fault(compute, (expected.to(dtype), pairs))

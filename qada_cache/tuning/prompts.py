@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from ..cache import QAdACache
 from ..kernels.cpu.selected_prompt import find_fewest
+from ..kernels.prompt_choice import MAX_DIM, MIN_TOKENS
 from ..models import find_inputs_device
 from ..stats import CacheStats
 from ..versions import pass_cache
 from .estimates import Estimate, estimate
 from .measuring import Piece, compare_logits
 
-THRESHOLDS = (4.4, 12.0, 30.0)  # from the most careful on
+THRESHOLDS = {"cpu": (4.4, 12.0, 30.0), "cuda": (12.0, 18.0, 25.0)}  # from the most careful on, by the device
 LAST = 512  # tokens of a prompt whose predictions are compared
 MOST_TIME = 0.9  # of the exact reading's: less is gained by chance as well
 
@@ -54,11 +55,18 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: QAdACache) -> tuple[Tensor
     return logits, time.perf_counter() - begin, cache.stats()
 
 
+def find_thresholds(model: PreTrainedModel) -> tuple[float, ...]:
+    """Those that are measured where the model's inputs are."""
+    return THRESHOLDS.get(find_inputs_device(model).type, THRESHOLDS["cpu"])
+
+
 @torch.inference_mode()
 def check_selects(model: PreTrainedModel, prompt: Tensor) -> None:
     """Raise ValueError unless `prefill_threshold` changes how this model reads a prompt `[1, tokens]` here."""
-    cache = QAdACache(model, prefill_threshold=THRESHOLDS[0])
+    cache = QAdACache(model, prefill_threshold=find_thresholds(model)[0])
     fewest = find_fewest(sinks=cache.options.sink_tokens, window=cache.options.window)
+    if find_inputs_device(model).type == "cuda":
+        fewest = MIN_TOKENS
     if prompt.shape[1] < fewest:
         raise ValueError(
             f"--prefill: a prompt of {prompt.shape[1]} tokens is read exactly whatever prefill_threshold is: give "
@@ -67,8 +75,9 @@ def check_selects(model: PreTrainedModel, prompt: Tensor) -> None:
     if not _read(model, prompt[:, :fewest], cache)[2].prompt_pairs:
         raise ValueError(
             f"--prefill: prompts of this {model.config.model_type} model in {model.dtype} are read exactly here, as "
-            "selection needs a CPU with AVX2 and FMA, a compiler, bfloat16 or float32, sdpa attention "
-            "over all tokens without sinks or soft cap, and kernels other than torch's: leave out --prefill"
+            "selection needs a CPU with AVX2 and FMA, a compiler, bfloat16 or float32, or a GPU of capability 8.0, "
+            f"Triton, 16-bit numbers and heads of up to {MAX_DIM} channels; sdpa attention over all tokens without "
+            "sinks or soft cap, and kernels other than torch's: leave out --prefill"
         )
 
 
@@ -114,7 +123,7 @@ def choose(settings: Sequence[PromptSetting], kl: float) -> PromptSetting | None
 def tune_prompts(
     model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], kl: float
 ) -> PromptOutcome:
-    """Measure `THRESHOLDS` on the prompts of `pieces`, two or more; choose one, and measure it again on `held_out`."""
+    """Measure thresholds on the prompts of `pieces`, two or more; choose one, and measure it again on `held_out`."""
 
     def measure_all(places: Sequence[Piece], thresholds: Sequence[float], what: str) -> list[PromptSetting]:
         found = []
@@ -125,7 +134,7 @@ def tune_prompts(
         every = zip((0.0, *thresholds), zip(*found, strict=True), strict=True)
         return [summarize(threshold, figures, exact) for threshold, figures in every]
 
-    settings = measure_all(pieces, THRESHOLDS, "prompt")
+    settings = measure_all(pieces, find_thresholds(model), "prompt")
     chosen = choose(settings[1:], kl)
     again = None if chosen is None else measure_all(held_out, [chosen.threshold], "held-out prompt")[1]
     return PromptOutcome(settings, kl, chosen, again, len(pieces), len(held_out), pieces[0].prompt.shape[1])

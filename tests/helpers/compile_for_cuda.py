@@ -33,11 +33,10 @@ def check(recorder: Recorder, capability: int, step: Step) -> None:
 
 
 def check_prompts(few: bool) -> None:
-    """Kernels that read prompts by selection, by codes that the devices multiply."""
-    usual = [(90, 128, 4, torch.float8_e4m3fn), (80, 128, 4, torch.bfloat16)]
-    rest = [(89, 128, 8, torch.float8_e4m3fn), (80, 80, 1, torch.bfloat16)]
-    for capability, dim, group, codes in usual if few else rest:
-        for recorder in record_prompt(dim, group, codes):
+    """Kernels that read prompts by selection."""
+    usual, rest = [(90, 128, 4), (80, 128, 4)], [(89, 128, 8), (80, 80, 1), (90, 64, 3), (90, 80, 1)]
+    for capability, dim, group in usual if few else rest:
+        for recorder in record_prompt(dim, group, divmod(capability, 10)):
             compiled = Compiled(recorder, capability)
             print(f"sm_{capability} {recorder.kernel.__name__}: {compiled.shared} bytes of shared memory")
             assert compiled.shared <= SHARED[capability], "more shared memory than the device has"

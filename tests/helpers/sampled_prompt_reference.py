@@ -7,24 +7,25 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # queries that read together
-STRIDE = 16  # tokens of which one is scored for the sum that shares are of
+FIRST = 64  # tokens that are all scored for the sum that shares are of
+STRIDE = 16  # others of which one is scored for the sum that shares are of
 FEW = 1024
 
 
 def probabilities(
-    query: Tensor, key: Tensor, block: int, *, tile: int, scaling: float, threshold: float, sinks: int, floor: float
+    query: Tensor, key: Tensor, block: int, *, scaling: float, threshold: float, sinks: int, floor: float
 ) -> Tensor:
     """Float64 256ths, before they are rounded up, that a block of queries `[tokens, dim]` gives each token before it.
 
-    Shares are of their own block's tokens, those of the first tile, and one of each `STRIDE` others for all of these.
+    Shares are of their own block's tokens, the `FIRST` ones, and one of each `STRIDE` others for all of these.
     """
     begin, tokens = block * BLOCK, len(query)
     own = torch.arange(begin, min(begin + BLOCK, tokens))
     centred = key.double() - key.double().mean(0)
     scores = scaling * query[own].double() @ centred.T
     near = scores[:, begin : begin + BLOCK].masked_fill(own > own[:, None], -torch.inf)
-    seen = torch.cat([near, scores[:, : min(tile, begin)]], 1)
-    sample = torch.arange(tile + STRIDE // 2, begin, STRIDE)
+    seen = torch.cat([near, scores[:, : min(FIRST, begin)]], 1)
+    sample = torch.arange(begin)[FIRST + STRIDE // 2 :: STRIDE]
     met = torch.cat([seen, scores[:, sample] + torch.tensor(STRIDE).log()], 1).logsumexp(1)
     shares = (scores[:, :begin] - met[:, None]).exp().amax(0)
     found = (256 * shares * max(begin, FEW) / threshold).clamp(min=256 * floor, max=256)

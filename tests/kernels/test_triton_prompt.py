@@ -22,7 +22,6 @@ from qada_cache.kernels.triton import selected_prompt
 
 pytestmark = interpreter
 SCALING, SINKS = 0.15, 5
-TILE = selected_prompt.SHARING["BLOCK_N"]
 ONE = torch.tensor([[0]])
 CALLS = [  # tokens, heads, KV heads, dim, value_dim, dtype
     (300, 2, 2, 64, 64, torch.float32),
@@ -58,7 +57,7 @@ def test_probabilities(call: tuple[Any, ...]) -> None:
     tokens, heads, kv_heads, *_, dtype = call
     for block in (1, (tokens - 1) // reference.BLOCK):
         found = find_shares(query, key, block, 100.0)
-        told = {"tile": TILE, "scaling": SCALING, "threshold": 100.0, "sinks": SINKS, "floor": selected_prompt.FLOOR}
+        told = {"scaling": SCALING, "threshold": 100.0, "sinks": SINKS, "floor": selected_prompt.FLOOR}
         for head in range(heads):
             wanted = reference.probabilities(query[0, head], key[0, head // (heads // kv_heads)], block, **told)
             assert 1 < wanted.mean() < 250
@@ -95,7 +94,7 @@ def test_attention_of_a_sample(call: tuple[Any, ...]) -> None:
     out = torch.full((1, heads, tokens, value.shape[3]), torch.nan, dtype=dtype)
     counts = torch.full((heads, 1), items.shape[2], dtype=torch.int32)
     counts[1] += 1  # more than were written
-    selected_prompt.read(query, key, value, items.int().contiguous(), counts, out, block, SCALING)
+    selected_prompt.read_sample(query, key, value, items.int().contiguous(), counts, out, block, SCALING)
     for head in range(heads):
         kept = dict(list(chosen[head].items())[: items.shape[2]])
         if head == 1:
@@ -107,11 +106,11 @@ def test_attention_of_a_sample(call: tuple[Any, ...]) -> None:
     assert out[:, :, : block * reference.BLOCK].isnan().all()
 
 
-def attend(call: list[Tensor], threshold: float) -> tuple[Tensor, int]:
+def attend(call: list[Tensor], threshold: float, window: int = 1) -> tuple[Tensor, int]:
     query, _, value = call
     out = torch.full((*query.shape[:3], value.shape[3]), torch.nan, dtype=query.dtype)
-    pairs = selected_prompt.selected_attention(*call, scaling=SCALING, threshold=threshold, sinks=SINKS, out=out)
-    return out, int(pairs)
+    told = {"scaling": SCALING, "threshold": threshold, "sinks": SINKS, "window": window}
+    return out, int(selected_prompt.selected_attention(*call, **told, out=out))
 
 
 def in_float64(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -131,10 +130,24 @@ def test_what_is_not_read_is_stood_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
     query, key, value = tensors(384, 1, 1, 64, 64, torch.float32)
     query = (query / 2.5).expand(1, 8, -1, -1).contiguous()  # heads alike but for their samples
-    exact, (out, pairs) = in_float64(query, key, value), attend([query, key, value], 1500.0)
+    exact, (out, pairs) = in_float64(query, key, value), attend([query, key, value], 1500.0, window=0)
     assert pairs < 0.7 * 8 * 384 * 385 // 2
-    errors = (out - exact)[0, :, 128:]
+    errors = (out - exact)[0, :, reference.BLOCK :]
     assert errors.mean(0).square().mean() < 0.25 * errors.square().mean()
+
+
+def test_the_last_queries_read_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that have some of them do, in every slice of blocks."""
+    call = tensors(400, 2, 1, 64, 64, torch.float32)
+    exact = in_float64(*call)
+    monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
+    for most, window in ((2**26, 9), (2**26, 112), (600, 112)):
+        monkeypatch.setattr(selected_prompt, "MAX_CHOSEN", most)
+        out, pairs = attend(call, 1500.0, window)
+        whole = (400 - window) // reference.BLOCK * reference.BLOCK
+        errors = (out - exact).abs().amax(dim=(0, 1, 3))
+        assert errors[whole:].max() < 3e-5 < errors[reference.BLOCK : whole].median()
+        assert 2 * sum(range(whole + 1, 401)) < pairs < 2 * 400 * 401 // 2
 
 
 def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +171,7 @@ def select(kernels: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[
 
 def test_a_layer_reads_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found, layer, call = select("triton", monkeypatch)
-    out, pairs = attend(call, 300.0)
+    out, pairs = attend(call, 300.0, layer.options.window)
     assert found is not None
     assert torch.equal(found, out.transpose(1, 2))
     assert int(layer.counters.prompt_read_pairs) == pairs < layer.counters.prompt_pairs == 2 * 4 * 300 * 301 // 2

@@ -77,6 +77,14 @@ def test_models_that_selection_does_not_serve(
         prompts.check_selects(small(**changes), words(1400)[0])
 
 
+@pytest.mark.parametrize(("device", "expected"), [("cpu", (4.4, 12.0, 30.0)), ("cuda:1", (12.0, 18.0, 25.0))])
+def test_devices_have_thresholds_of_their_own(
+    device: str, expected: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "find_inputs_device", lambda model: torch.device(device))
+    assert prompts.find_thresholds(small()) == expected
+
+
 def setting(threshold: float, kl: float, time: float, *, error: float = 0.0) -> PromptSetting:
     return PromptSetting(threshold, Estimate(kl, kl - error, kl + error), top1=0.99, pairs=0.3, seconds=2.0, time=time)
 

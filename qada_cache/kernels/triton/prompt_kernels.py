@@ -16,7 +16,9 @@ _SHARES, _BITS = tl.constexpr(SHARES), tl.constexpr(9)
 _PEAK = tl.constexpr(240.0)  # of codes, which 8-bit floats hold
 FEW = 1024  # tokens: even shares are those of so many where there are fewer
 _FEW = tl.constexpr(FEW)
-STRIDE = 16  # tokens of which one is scored for the sum that shares are of
+FIRST = 64  # tokens that are all scored for the sum that shares are of, which sinks dominate
+_FIRST = tl.constexpr(FIRST)
+STRIDE = 16  # others of which one is scored for the sum that shares are of
 _STRIDE, _LIFT = tl.constexpr(STRIDE), tl.constexpr(math.log2(STRIDE))
 _NEXT_BLOCK, _NEXT_HEAD = tl.constexpr(159), tl.constexpr(97)  # steps of where sampling begins, SHARES a round
 
@@ -64,10 +66,10 @@ def share_kernel(
         b_scores = dot(b_query, tl.trans(b_codes)) * unit
         m_scores = (start + o_keys)[None, :] <= o_queries[:, None]
         b_max, b_sum = add_scores(tl.where(m_scores, b_scores, float("-inf")), b_max, b_sum)
-    m_keys = o_keys < begin
+    m_keys = o_keys < tl.minimum(begin, _FIRST)
     b_scores = dot(b_query, tl.trans(load_rows(p_codes, o_keys, m_keys, D, D, BLOCK_D))) * unit
     b_max, b_sum = add_scores(tl.where(m_keys[None, :], b_scores, float("-inf")), b_max, b_sum)
-    for start in range(BLOCK_N, begin, BLOCK_N * _STRIDE):
+    for start in range(_FIRST, begin, BLOCK_N * _STRIDE):
         o_sample = start + o_keys * _STRIDE + _STRIDE // 2
         m_keys = o_sample < begin
         b_scores = dot(b_query, tl.trans(load_rows(p_codes, o_sample, m_keys, D, D, BLOCK_D))) * unit

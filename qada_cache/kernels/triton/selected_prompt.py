@@ -18,9 +18,10 @@ from .prompt_kernels import SHARES, read_kernel, sample_kernel, share_kernel
 BLOCK = 128  # queries that read together
 FLOOR = 1 / 64  # of the probability to be read
 MAX_SHARE = 2  # a block that chooses more than a part of the tokens in so many reads all of them
-MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and as much for their probabilities
+MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and half as much for probabilities
 MAX_TOKENS = 2**22  # that a chosen token's bits can name
 SHARING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+WIDE = {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}  # of devices where groups of warps multiply
 SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
 READING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 RAGGED = {**READING, "BLOCK_N": 32}  # of heads that fill no block, whose masks take registers
@@ -29,8 +30,9 @@ CODE_PEAK = 240.0
 
 
 def selected_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, out: Tensor
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, window: int,
+    out: Tensor,
+) -> Tensor:  # fmt: skip
     """Causal attention of a prompt, by selection.
 
     Args:
@@ -39,6 +41,7 @@ def selected_attention(
         scaling: of scores.
         threshold: times an even share, above 0.
         sinks: first tokens, which all read.
+        window: last queries, whose blocks read everything: the first new token comes of them.
         out: `[batch, heads, tokens, value_dim]` in the query's dtype, written.
 
     Returns the pairs of a query and a token up to its own that were computed, of `batch * heads * tokens * (tokens + 1)
@@ -47,18 +50,21 @@ def selected_attention(
     batch, heads, tokens = query.shape[:3]
     codes, steps = encode(key)
     blocks = -(-tokens // BLOCK)
-    begins = torch.arange(blocks, device=query.device) * BLOCK
+    begins = torch.arange(blocks, dtype=torch.int64, device=query.device) * BLOCK
     sizes = (tokens - begins).clamp_max(BLOCK)
     pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
-    while first < blocks:
-        some, capacity = _find_slice(first, blocks, batch * heads)
-        told = query, codes, steps, first, some
-        shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks)
-        chosen, counts = draw(shares, first, capacity)
-        read(query, key, value, chosen, counts, out, first, scaling)
-        of = slice(first, first + some)
-        pairs += (torch.where(counts > capacity, begins[of], counts) * sizes[of]).sum()
-        first += some
+    whole = max(0, tokens - window) // BLOCK  # the first block of the last queries
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        while first < blocks:
+            some, capacity = _find_slice(first, blocks, batch * heads)
+            told = query, codes, steps, first, some
+            shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks)
+            chosen, counts = draw(shares, first, capacity)
+            counts[:, max(0, whole - first) :] = capacity + 1
+            read_sample(query, key, value, chosen, counts, out, first, scaling)
+            of = slice(first, first + some)
+            pairs += (torch.where(counts > capacity, begins[of], counts) * sizes[of]).sum()
+            first += some
     return pairs
 
 
@@ -73,8 +79,12 @@ def encode(key: Tensor) -> tuple[Tensor, Tensor]:
 
 def find_code_type(key: Tensor) -> torch.dtype:
     """8-bit floats, where products of them are to be had."""
-    narrow = key.device.type == "cuda" and torch.cuda.get_device_capability(key.device) >= (8, 9)
-    return torch.float8_e4m3fn if narrow else key.dtype
+    return torch.float8_e4m3fn if find_capability(key.device) >= (8, 9) else key.dtype
+
+
+def find_capability(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device; none has less than others."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def _find_slice(first: int, blocks: int, heads: int) -> tuple[int, int]:
@@ -100,7 +110,8 @@ def find_shares(
     shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=query.device)
     share_kernel[blocks, batch * heads](
         query, codes, steps, shares, *query.stride()[:3], heads, first, tokens, columns, sinks, scaling * LOG2E,
-        threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=BLOCK, **SHARING,
+        threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=BLOCK,
+        **(WIDE if find_capability(query.device)[0] == 9 else SHARING),
     )  # fmt: skip
     return shares
 
@@ -116,7 +127,7 @@ def draw(shares: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor]:
     return chosen, counts
 
 
-def read(
+def read_sample(
     query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, counts: Tensor, out: Tensor, first: int, scaling: float
 ) -> None:
     """Has `read_kernel` write the blocks of `out` from `first` on that `draw` chose for."""
