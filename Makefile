@@ -46,7 +46,7 @@ test-avx2: $(VENV)/.installed
 # minutes of a large GPU.
 gpu: $(VENV)/.installed
 	TRITON_INTERPRET=0 $(RUN) -m pytest -m gpu -n 8
-	$(MAKE) tables/benchmark-llama-3-8b-cuda.csv tables/first_token-llama-3-8b-cuda.csv tables/turns-llama-3-8b-cuda.csv
+	$(MAKE) tables/gpu_step-llama-3-8b-cuda.csv tables/first_token-llama-3-8b-cuda.csv tables/turns-llama-3-8b-cuda.csv
 
 check: check-python check-cpp
 

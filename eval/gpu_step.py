@@ -141,10 +141,9 @@ def profile(step: Callable[[], Any]) -> tuple[float, collections.Counter[str]]:
     return sum(spent.values()) / 1e3, spent
 
 
-def measure(work: Work, asked: list[str], speeds: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """A row for each cache."""
+def measure(work: Work, asked: list[str], theta: float, speeds: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """A row for each cache; `theta` is what `find_token_threshold` says."""
     device, layers = work.model.device, len(work.states)
-    theta = find_token_threshold(work, TOKEN_SHARE) if set(asked) & set(OURS) else 0.0
     dense_bytes = sum(keys.nbytes + values.nbytes for keys, values in work.states)
     for name, step, cache in list_steps(work, theta, asked):
         took = time_steps(step, device)
@@ -199,12 +198,14 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for tokens, batch in options.tokens:
         work = make_random_work(model, tokens=tokens, batch=1, steps=1, warm_up=0, seed=options.seed)
+        theta = find_token_threshold(work, TOKEN_SHARE) if set(options.caches) & set(OURS) else 0.0  # by one row
         states = [(keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1)) for keys, values in work.states]
         work = Work(model, states, work.inputs.expand(batch, -1), 0, read=False, seed=options.seed)
-        for row in measure(work, options.caches, speeds):
+        for row in measure(work, options.caches, theta, speeds):
             print(" ".join(f"{key} {value}" for key, value in row.items() if value), flush=True)
             rows.append(row)
         del work, states
+        gc.collect()
         report(options, rows, **told)  # a run may be cut off in the next length
     return 0
 

@@ -155,13 +155,6 @@ tables/long/benchmark-deepseek-v2-lite-cpu.csv:
 	$(LATENT) --tokens 32768 $(OUT)
 
 # On a GPU: `make gpu` runs its tests first.
-TIMED_ON_GPU := "DynamicCache, cuDNN attention" "DynamicCache, offloading" "StaticCache, CUDA graph" "QAdACache f=0.1" \
-	"QAdACache f=0.1, CUDA graph" "QAdACache tokens=0.05, 8 bits" "QAdACache tokens=0.05, 8 bits, CUDA graph" \
-	"QAdACache resident tokens=0.05" "QAdACache resident tokens=0.05, CUDA graph"
-
-tables/benchmark-llama-3-8b-cuda.csv:
-	$(EVAL).benchmark --model llama-3-8b --device cuda --tokens 32768 --steps 136 --rounds 1 --methods $(TIMED_ON_GPU) $(OUT)
-
 tables/gpu_step-llama-3-8b-cuda.csv:
 	$(EVAL).gpu_step --model llama-3-8b --tokens 32768 131072 32768x8 --caches "no context" "ideal dense" DynamicCache \
 		"device, 16 bits" "device, 8 bits" "host, 8 bits" $(OUT)

@@ -17,7 +17,7 @@ from ..operands import Operands, Query
 SPLIT_TOKENS, MAX_SPLITS = 256, 128
 # Where tokens are selected, few of a split are read: to begin and to end take most of a program's time. So there are
 # no more programs than a device runs at once, if these are `FEWEST_SPLITS` of a bulk.
-SELECTED_TOKENS, SELECTED_SPLITS, FEWEST_SPLITS = 512, 64, 8
+SELECTED_TOKENS, SELECTED_SPLITS, FEWEST_SPLITS = 512, 32, 8
 SELECTED_WARPS = 4
 REGISTERS, MOST_CORES = 65536, 132  # of a multiprocessor, by which programs run at once; of an H100
 SCAN_TOKENS = 512  # among which a program chooses at once; a power of two, as:
