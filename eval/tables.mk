@@ -155,9 +155,10 @@ tables/long/benchmark-deepseek-v2-lite-cpu.csv:
 	$(LATENT) --tokens 32768 $(OUT)
 
 # On a GPU: `make gpu` runs its tests first.
+STEPPED_ON_GPU := "no context" "ideal dense" DynamicCache "device, 16 bits" "device, 8 bits" "host, 8 bits"
+
 tables/gpu_step-llama-3-8b-cuda.csv:
-	$(EVAL).gpu_step --model llama-3-8b --tokens 32768 131072 32768x8 --caches "no context" "ideal dense" DynamicCache \
-		"device, 16 bits" "device, 8 bits" "host, 8 bits" $(OUT)
+	$(EVAL).gpu_step --model llama-3-8b --tokens 32768 131072 --caches $(STEPPED_ON_GPU) $(OUT)
 
 tables/first_token-llama-3-8b-cuda.csv:
 	$(EVAL).latency prompt --model llama-3-8b --device cuda --tokens 8192 --rounds 2 $(OUT)
