@@ -1,4 +1,4 @@
-"""`python -m eval.gpu_step`: the ideal dense cache computes attention, and a machine without a GPU is told of another."""
+"""`python -m eval.gpu_step`: the ideal dense cache is attention, and a machine without a GPU is told of another."""
 
 from types import SimpleNamespace
 
