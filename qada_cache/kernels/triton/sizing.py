@@ -112,7 +112,7 @@ def find_near_sizes(sketched: bool, dtype: torch.dtype, sizes: dict[str, int]) -
     """The tokens of the near buffer that `local_kernel` reads at once, and the registers that it takes."""
     few, block = dtype.itemsize == 2 and sizes["BLOCK_G"] <= 16, sizes["BLOCK_N"]
     if sketched:
-        tight = few and sizes["G"] > 1 and sizes["D"] == sizes["BLOCK_D"]  # masks take some
+        tight = few and sizes["G"] > 1 and sizes["D"] == sizes["BLOCK_D"] < 256  # masks take some, and wide heads
         return {"BLOCK_N": min(NEAR_TOKENS, block), "maxnreg": NEAR_REGISTERS if tight else MOST_REGISTERS}
     return {
         "BLOCK_N": find_block_tokens(sizes, NEAR_BYTES // dtype.itemsize) if few else block,
