@@ -63,7 +63,8 @@ def _select(select: Callable[..., Tensor], layer: QAdALayer, query: Query, key: 
     out, options = query.states.new_empty(batch, tokens, heads, value.shape[3]), layer.options
     told: dict[str, Any] = {"scaling": query.scaling, "threshold": options.prefill_threshold}
     told |= {"sinks": options.sink_tokens, "window": options.window}
-    layer.counters.prompt_read_pairs += select(query.states, key, value, out=out.transpose(1, 2), **told)
+    pairs = select(query.states, key, value, out=out.transpose(1, 2), **told)
+    layer.counters.find_on(pairs.device, "prompt_read_pairs").add_(pairs)
     layer.counters.prompt_pairs += batch * heads * tokens * (tokens + 1) // 2
     return out
 

@@ -1,5 +1,6 @@
 """Device memory that whole layers of an offloaded bulk pass through, one on its way while another is computed with."""
 
+import weakref
 from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +33,7 @@ def cut_blocks(bulk: "Bulk", share: int = 1) -> list[Span]:
 class _Copy(NamedTuple):
     """A block on its way."""
 
-    bulk: "Bulk"
+    bulk: "weakref.ref[Bulk]"  # a copy that nobody asks for keeps no host memory
     stored: list[int]  # the bulk's: it has another list after each change of what it stores
     span: Span
     slot: int
@@ -62,7 +63,7 @@ class Staging:
         ahead, self._ahead = self._ahead, None
         for index, span in enumerate(spans):
             copy = ahead
-            if copy is None or copy.bulk is not bulk or copy.stored is not bulk.stored or copy.span != span:
+            if copy is None or copy.bulk() is not bulk or copy.stored is not bulk.stored or copy.span != span:
                 copy = self._start(bulk, span)
             following = bulk if index + 1 < len(spans) else _find_next(bulk)
             if following is None:
@@ -100,7 +101,7 @@ class Staging:
                 heads = product(range(rows.shape[0]), range(rows.shape[1]))
                 pairs += [(room[at], rows[at]) for at in heads]
         event = transfers.refill(pairs, self.device, after=(self._used[slot], bulk.written))
-        return _Copy(bulk, bulk.stored, span, slot, tuple(views), event)
+        return _Copy(weakref.ref(bulk), bulk.stored, span, slot, tuple(views), event)
 
 
 def _plan(tensor: Tensor, span: Span) -> tuple[Tensor, slice]:

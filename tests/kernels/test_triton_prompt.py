@@ -150,6 +150,17 @@ def test_the_last_queries_read_everything(monkeypatch: pytest.MonkeyPatch) -> No
         assert 2 * sum(range(whole + 1, 401)) < pairs < 2 * 400 * 401 // 2
 
 
+@pytest.mark.parametrize("spread", [0.0, 5e-4])
+def test_keys_that_hardly_differ(spread: float) -> None:
+    """Of numbers of a dtype with a small range, too, all are read where the threshold says so."""
+    query, key, value = tensors(300, 2, 1, 64, 64, torch.float16)
+    key = (0.5 + spread * torch.randn(key.shape, generator=torch.Generator().manual_seed(0))).half()
+    assert selected_prompt.encode(key)[0].isfinite().all()
+    out, pairs = attend([100 * query, key, value], 1e-9)
+    assert pairs == 2 * 300 * 301 // 2
+    assert (out - in_float64(100 * query, key, value)).abs().max() < 2e-3
+
+
 def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     call = tensors(520, 2, 1, 64, 64, torch.float32)
     whole = attend(call, 300.0)
@@ -175,6 +186,15 @@ def test_a_layer_reads_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert torch.equal(found, out.transpose(1, 2))
     assert int(layer.counters.prompt_read_pairs) == pairs < layer.counters.prompt_pairs == 2 * 4 * 300 * 301 // 2
+
+
+def test_pairs_are_counted_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cache that is cropped to nothing and reads another prompt."""
+    with torch.inference_mode():
+        _, layer, call = select("triton", monkeypatch)
+    once = int(layer.counters.prompt_read_pairs)
+    attend_to_prompt(layer, Query(call[0], SCALING), *call[1:])
+    assert int(layer.counters.prompt_read_pairs) == 2 * once
 
 
 def test_what_it_does_not_serve_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:

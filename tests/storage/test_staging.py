@@ -1,5 +1,8 @@
 """Whole layers on their way to the device: what is brought is what the bulk has by then."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,3 +72,16 @@ def test_what_changed_since_is_copied_anew(bulks: list[Bulk]) -> None:
     assert holds(bring(bulks[1]), bulks[1])
     bring(bulks[0])
     assert holds(bring(bulks[0]), bulks[0])
+
+
+def test_a_bulk_on_its_way_may_go(bulks: list[Bulk]) -> None:
+    """After a pass that ended between two layers, of a cache that then forgets all."""
+    placement, (first, second) = bulks[0].placement, bulks
+    bring(first)
+    gone = weakref.ref(second)
+    bulks.clear()
+    del second
+    gc.collect()
+    assert gone() is None
+    assert set(placement.bulks) == {first}
+    assert holds(bring(first), first)

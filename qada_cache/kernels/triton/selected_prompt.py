@@ -71,7 +71,8 @@ def selected_attention(
 def encode(key: Tensor) -> tuple[Tensor, Tensor]:
     """Codes `[batch, kv_heads, tokens, dim]` of keys less their mean, and the step of each head `[batch, kv_heads]`."""
     centred = key - key.mean(dim=2, keepdim=True, dtype=torch.float32).to(key.dtype)
-    peaks = centred.abs().amax(dim=(2, 3)).float().clamp_min(1e-20)
+    least = max(1e-20, 2 * CODE_PEAK / torch.finfo(key.dtype).max)  # for scales that are numbers of the dtype
+    peaks = centred.abs().amax(dim=(2, 3)).float().clamp_min(least)
     scales = (CODE_PEAK / peaks).to(key.dtype)
     codes = centred.mul_(scales[:, :, None, None])
     return codes.to(find_code_type(key)).contiguous(), 1 / scales.float()
