@@ -7,6 +7,7 @@ Copies and kernels may be under way when memory is let go of. So it stays pinned
 used again or freed, after the devices have been waited for.
 """
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -69,9 +70,10 @@ def _take_idle(size: int) -> mmap.mmap | None:
         if fitting:
             _idle.remove(best := min(fitting, key=len))
             return best
-        for memory in _idle:
-            _unregister(_find_address(memory))
-        _idle.clear()  # their pages go with these references
+        while _idle:
+            memory = _idle.pop()
+            _unregister(_find_address(memory))  # before its pages go, as this reference does
+            del memory
     return None
 
 
@@ -92,12 +94,21 @@ def _find_address(memory: mmap.mmap) -> int:
 
 def _register(address: int, size: int) -> None:
     if code := int(torch.cuda.cudart().cudaHostRegister(address, size, FLAGS)):
+        _clear_error()
         raise RuntimeError(f"CUDA refuses to pin {size} bytes (error {code})")
 
 
 def _unregister(address: int) -> None:
     if code := int(torch.cuda.cudart().cudaHostUnregister(address)):
+        _clear_error()
         raise RuntimeError(f"CUDA does not let go of memory that it has pinned (error {code})")
+
+
+def _clear_error() -> None:
+    """CUDA keeps an error for the next launch to raise: this one raises it."""
+    for device in tuple(_devices):
+        with contextlib.suppress(RuntimeError):
+            torch.ones((), dtype=torch.float32, device=device)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -4,6 +4,8 @@ import ctypes
 import gc
 import mmap
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -156,3 +158,21 @@ def test_cuda_takes_it() -> None:
     again = pinned.make((1 << 20,), torch.float32, there.device)
     again.zero_()
     assert torch.equal(there.cpu(), torch.arange(1 << 20).float())
+
+
+def test_a_refusal_is_not_left_to_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would raise it there once more."""
+    raised: list[str] = []
+
+    def launch(*_: Any, **__: Any) -> None:
+        raised.append("launch")
+        raise RuntimeError("CUDA error: out of memory")
+
+    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2, cudaHostUnregister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    monkeypatch.setattr(torch, "ones", launch)
+    monkeypatch.setattr(pinned, "_devices", {torch.device("cuda")})
+    for refuse, given in ((pinned._register, (0, 1)), (pinned._unregister, (0,))):
+        with pytest.raises(RuntimeError, match=r"CUDA (refuses|does not let go)"):
+            refuse(*given)
+    assert raised == ["launch"] * 2

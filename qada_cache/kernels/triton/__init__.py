@@ -82,7 +82,8 @@ class BoundLaunches:
         near = sizing.find_near_sizes(sketch is not None, states.dtype, sizes)
         columns = layer.near_keys.shape[2]
         self._blocks = self._near_programs = triton.cdiv(columns, near["BLOCK_N"])
-        near["BLOCK_C"] = max(sizing.NEAR_COLUMNS, triton.next_power_of_2(columns))
+        near["BLOCK_C"] = sizing.NEAR_COLUMNS
+        near["BLOCK_B"] = max(sizing.NEAR_COLUMNS // near["BLOCK_N"], triton.next_power_of_2(self._blocks))
         self._grid = kv_heads, batch
         # Of each group, how many blocks are done: 0 between steps, which scratch that others use could not say.
         self._arrived = torch.zeros(batch * kv_heads, dtype=torch.int32, device=states.device)

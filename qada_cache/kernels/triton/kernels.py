@@ -48,7 +48,7 @@ def local_kernel(
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr,
     PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
     PREPARED: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Local attention, decisions and, for flagged heads, the pending tokens; a (KV head, row, block of `BLOCK_N`
     columns), of which there are `blocks`. The last program of a group to come puts the blocks together: `p_arrived`
@@ -114,8 +114,8 @@ def local_kernel(
         return
     tl.store(p_arrived + i_group, 0)
 
-    o_near = ((i_group * G + o_head) * 2 * blocks)[:, None] + tl.arange(0, BLOCK_C // BLOCK_N)[None, :]
-    m_near = m_head[:, None] & (tl.arange(0, BLOCK_C // BLOCK_N) < blocks)[None, :]
+    o_near = ((i_group * G + o_head) * 2 * blocks)[:, None] + tl.arange(0, BLOCK_B)[None, :]
+    m_near = m_head[:, None] & (tl.arange(0, BLOCK_B) < blocks)[None, :]
     b_local = tl.load(p_near_lse + o_near, mask=m_near, other=float("-inf"))  # [BLOCK_Q, blocks]
     b_late = tl.load(p_near_lse + o_near + blocks, mask=m_near, other=float("-inf"))
     b_log_local = log_sum(b_local)

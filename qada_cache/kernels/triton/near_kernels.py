@@ -40,8 +40,11 @@ def attend_block(
 @triton.jit
 def count_pending(p_pending, columns, BLOCK_C: tl.constexpr):
     """Of a row."""
-    o_column = tl.arange(0, BLOCK_C)
-    return tl.sum(tl.load(p_pending + o_column, mask=o_column < columns, other=0).to(tl.int32), axis=0)
+    pending = 0
+    for start in range(0, columns, BLOCK_C):
+        o_column = start + tl.arange(0, BLOCK_C)
+        pending += tl.sum(tl.load(p_pending + o_column, mask=o_column < columns, other=0).to(tl.int32), axis=0)
+    return pending
 
 
 @triton.jit

@@ -37,7 +37,7 @@ TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the 
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 NEAR_BYTES = 32768  # likewise, of the near buffer, where programs are few
 NEAR_TOKENS = 32  # of it at most, where a sketch makes them many
-NEAR_COLUMNS = 512  # that a buffer has at most by default: of any number of them kernels are the same
+NEAR_COLUMNS = 512  # that a buffer has at most by default: of any number up to these kernels are the same
 # Terms of 8 bits each that attention's weights are rounded to where records hold the values, by the dtype of outputs.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Registers of a thread. Told how many it may take, the assembler spills none for the sake of more programs at once.
