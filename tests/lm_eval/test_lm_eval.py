@@ -157,7 +157,7 @@ def test_no_call_is_longer_than_heads_decide_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         lm, "_forward", lambda *given, **options: widths.append(given[1].shape[1]) or forward(*given, **options)
     )
-    for where, expected in ((nullcontext(), [100, 40]), (accelerator(), [100, 16, 16, 8])):
+    for where, expected in ((nullcontext(), [100, 40]), (accelerator(), [100, 8, 8, 8, 8, 8])):
         widths.clear()
         with where:
             lm._loglikelihood_tokens(token_requests((101, 40)), disable_tqdm=True)
