@@ -22,23 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, Cache, DynamicCache
 
 from eval.benchmark import shape
 from eval.shared import tables
 from eval.shared.graphed import GraphedStaticCache
-from eval.shared.timing import add_options, load_model, measure_speeds, report, wait
-from eval.shared.workloads import TOKEN_SHARE, Work, fill, find_token_threshold, flag_heads, make_random_work
+from eval.shared.timing import SIZE, add_options, decode_token, load_model, measure_best, report, wait
+from eval.shared.workloads import PLACES, TOKEN_SHARE, Work, fill, find_token_threshold, flag_heads, make_random_work
 from qada_cache import QAdACache, restore_attention
 from qada_cache.decode_graph.capturing import CudaGraph
-from qada_cache.versions import pass_cache
 
-OURS: dict[str, dict[str, Any]] = {
-    "device, 16 bits": {"offloading": False, "bulk_bits": 16},
-    "device, 8 bits": {"offloading": False, "bulk_bits": 8},
-    "host, 8 bits": {"bulk_bits": 8},
-    "host, 16 bits": {"bulk_bits": 16},
-}
 DENSE = ("no context", "ideal dense")
 PEERS = (*DENSE, "StaticCache, CUDA graph", "DynamicCache")
 KERNELS = {"local_us": "local_kernel", "estimate_us": "estimate_kernel", "selected_us": "selected_kernel"}
@@ -82,18 +75,18 @@ def hold_densely(work: Work, tokens: int) -> Callable[[], Any]:
 def list_steps(work: Work, theta: float, asked: list[str]) -> Iterator[tuple[str, Callable[[], Any], Any]]:
     """Caches by name, a step of each, and the cache, if it is one of transformers'."""
     model, room = work.model, work.tokens + WARM_UP + STEPS + PROFILED + 8
-    for name in [name for name in (*PEERS, *OURS) if name in asked]:
+    for name in [name for name in (*PEERS, *PLACES) if name in asked]:
         restore_attention(model)
         own = model.config._attn_implementation
         cache: Cache | None = None
-        if name in OURS:
-            cache = QAdACache(model, criterion=flag_heads(work, 1.0), token_threshold=theta, **OURS[name])
+        if name in PLACES:
+            cache = QAdACache(model, criterion=flag_heads(work, 1.0), token_threshold=theta, **PLACES[name])
         elif name == "DynamicCache":
             cache = DynamicCache(config=model.config)
         elif name not in DENSE:
             cache = GraphedStaticCache(config=model.config, max_cache_len=room)
         if cache is not None:
-            step: Callable[[], Any] = functools.partial(decode, model, fill(cache, work), work.inputs[:, :1])
+            step: Callable[[], Any] = functools.partial(decode_token, model, fill(cache, work), work.inputs[:, :1])
         else:
             model.config._attn_implementation = IDEAL
             step = hold_densely(work, work.tokens if name == "ideal dense" else FEW)
@@ -103,13 +96,6 @@ def list_steps(work: Work, theta: float, asked: list[str]) -> Iterator[tuple[str
         del cache, step
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def decode(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:
-    """Logits of a token more."""
-    if isinstance(cache, GraphedStaticCache):
-        return cache.decode(model, ids)
-    return model(input_ids=ids, **pass_cache(cache)).logits
 
 
 def time_steps(step: Callable[[], Any], device: torch.device) -> list[float]:
@@ -168,15 +154,10 @@ def measure(work: Work, asked: list[str], theta: float, speeds: dict[str, float]
 
 def measure_copies(device: torch.device) -> dict[str, float]:
     """Bytes a second of a copy on the device, both ways counted, and over the bus."""
-    data = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-    to, best = torch.empty_like(data), float("inf")
-    for _ in range(5):
-        wait(device)
-        begin = time.perf_counter()
-        to.copy_(data)
-        wait(device)
-        best = min(best, time.perf_counter() - begin)
-    return {"copy": 2 * data.numel() / best, "bus": measure_speeds(device)["copy"]}
+    data = torch.empty(SIZE, dtype=torch.uint8, device=device)
+    to, host = torch.empty_like(data), torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
+    copied = measure_best(lambda: to.copy_(data), device, 2 * SIZE)
+    return {"copy": copied, "bus": measure_best(lambda: data.copy_(host, non_blocking=True), device, SIZE)}
 
 
 @torch.inference_mode()
@@ -186,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = add_options(parser)
     add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
         help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
-    add("--caches", nargs="+", choices=(*PEERS, *OURS), default=[*PEERS, *OURS], help="only these (default: all)")
+    add("--caches", nargs="+", choices=(*PEERS, *PLACES), default=[*PEERS, *PLACES], help="only these (default: all)")
     options = parser.parse_args(arguments)
     if torch.device(options.device).type != "cuda":
         parser.error("this asks a CUDA device where its time goes, and there is none: see eval.benchmark")
@@ -198,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for tokens, batch in options.tokens:
         work = make_random_work(model, tokens=tokens, batch=1, steps=1, warm_up=0, seed=options.seed)
-        theta = find_token_threshold(work, TOKEN_SHARE) if set(options.caches) & set(OURS) else 0.0  # by one row
+        theta = find_token_threshold(work, TOKEN_SHARE) if set(options.caches) & set(PLACES) else 0.0  # by one row
         states = [(keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1)) for keys, values in work.states]
         work = Work(model, states, work.inputs.expand(batch, -1), 0, read=False, seed=options.seed)
         for row in measure(work, options.caches, theta, speeds):

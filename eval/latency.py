@@ -34,18 +34,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from eval.benchmark import allow_cudnn
 from eval.shared.tables import make_parser
 from eval.shared.timing import Peak, add_options, load_model, report, wait
-from eval.shared.workloads import draw_tokens
+from eval.shared.workloads import PLACES, draw_tokens
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels import cpu
 from qada_cache.versions import pass_cache
 
 FIRST_TIME = "QAdACache, the first time"
-PLACES: dict[str, dict[str, Any]] = {
-    "device, 16 bits": {"offloading": False, "bulk_bits": 16},
-    "device, 8 bits": {"offloading": False, "bulk_bits": 8},
-    "host, 8 bits": {"bulk_bits": 8},
-    "host, 16 bits": {"bulk_bits": 16},
-}
 Methods = dict[str, Callable[[], Cache]]
 
 

@@ -28,7 +28,7 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _measure_best(work: Callable[[], object], device: torch.device, size: int) -> float:
+def measure_best(work: Callable[[], object], device: torch.device, size: int) -> float:
     """Bytes a second, the best of several."""
     best = 0.0
     for _ in range(6):
@@ -44,10 +44,10 @@ def measure_speeds(device: torch.device) -> dict[str, float]:
     """In bytes a second: "read", by a plain reduction; and to an accelerator from pinned memory, "copy", and
     "zero_copy", by a kernel that reads the host's memory in place."""
     data = torch.ones(SIZE // 4, device=device)
-    found = {"read": _measure_best(data.sum, device, SIZE)}
+    found = {"read": measure_best(data.sum, device, SIZE)}
     if device.type == "cuda":
         host = torch.ones(SIZE // 4, pin_memory=True)
-        found["copy"] = _measure_best(lambda: data.copy_(host, non_blocking=True), device, SIZE)
+        found["copy"] = measure_best(lambda: data.copy_(host, non_blocking=True), device, SIZE)
         with contextlib.suppress(ImportError):  # without Triton there is no kernel that could
             found["zero_copy"] = _measure_zero_copy(host, data)
     return found
@@ -73,7 +73,14 @@ def _measure_zero_copy(host: torch.Tensor, data: torch.Tensor) -> float:
     )  # fmt: skip
     read = torch.zeros((), dtype=torch.int64, device=data.device)
     layer = Operands(near, near, keys, values, logit_threshold=0.0, bulk_read_bytes=read)
-    return _measure_best(lambda: fused_decode(query, rows, layer), data.device, host.nbytes)
+    return measure_best(lambda: fused_decode(query, rows, layer), data.device, host.nbytes)
+
+
+def decode_token(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
+    """Logits `[batch, 1, vocabulary]` of one token `[batch, 1]` more."""
+    if isinstance(cache, GraphedStaticCache):
+        return cache.decode(model, ids)
+    return model(input_ids=ids, **pass_cache(cache)).logits
 
 
 @torch.inference_mode()
@@ -86,11 +93,7 @@ def decode(work: Work, *caches: Cache, steps: int | None = None) -> tuple[list[f
     for step, cache in itertools.product(range(work.inputs.shape[1] if steps is None else steps), caches):
         wait(device)
         begin = time.perf_counter()
-        ids = work.inputs[:, step : step + 1]
-        if isinstance(cache, GraphedStaticCache):
-            logits = cache.decode(work.model, ids)[:, -1]
-        else:
-            logits = work.model(input_ids=ids, **pass_cache(cache)).logits[:, -1]
+        logits = decode_token(work.model, cache, work.inputs[:, step : step + 1])[:, -1]
         wait(device)
         if step >= work.warm_up:
             seconds.append(time.perf_counter() - begin)

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,12 @@ TOKEN_SHARE = 0.05  # of the bulk's tokens, what every head reads in the row tha
 TOKENS = f"QAdACache tokens={TOKEN_SHARE:g}"
 RESIDENT_TOKENS = f"QAdACache resident tokens={TOKEN_SHARE:g}"
 CUDNN = "DynamicCache, cuDNN attention"
+PLACES: dict[str, dict[str, Any]] = {  # of a bulk beside a GPU, by options of QAdACache
+    "device, 16 bits": {"offloading": False, "bulk_bits": 16},
+    "device, 8 bits": {"offloading": False, "bulk_bits": 8},
+    "host, 8 bits": {"bulk_bits": 8},
+    "host, 16 bits": {"bulk_bits": 16},
+}
 
 
 @dataclass(frozen=True)

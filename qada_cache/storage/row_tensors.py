@@ -80,9 +80,7 @@ class RowTensors(Versioned):
         return 0.0 if self.device.type in REPLAYING else self.layer * GOLDEN % 1.0
 
     def _find_granule(self, tokens: int) -> int:
-        """What a row that holds so many tokens has room for is a multiple of it."""
-        if self.device.type not in REPLAYING:
-            return GRANULE
+        """What a row that holds so many tokens has room for is a multiple of it, where steps are replays."""
         doubled = GRANULE << ((tokens - 1) // GRANULE).bit_length()
         return max(min(doubled, GRANULES * GRANULE), doubled // 32)
 
