@@ -12,8 +12,9 @@ is known on Linux alone.
 `restart`: a second question in a new process, time to its first token. One process reads the document and a question,
 answers it, and keeps both in a `PrefixStore`; a turn on top says what another turn writes. Then every way of answering
 a second question has processes of its own: by DynamicCache and by QAdACache, which read everything again, and by the
-store, whose files lie in memory or are read from the disk. Loading the model, its moments and kernels is left out. The
-answers are compared with those of the first process, which kept its cache and cropped it to the document.
+store, whose files lie in memory or are read from the disk. By the store another process takes a third turn, and one
+answers behind a document of which a token near the end is another. Loading the model, its moments and kernels is left
+out. The answers are compared with those of the first process, which kept its cache and cropped it.
 """
 
 import argparse
@@ -57,8 +58,10 @@ QUESTIONS = tuple(
 )
 FIRST, DYNAMIC, READ_AGAIN = "read and kept", "DynamicCache, read again", "QAdACache, read again"
 STORED, FROM_DISK = "PrefixStore", "PrefixStore, files from the disk"
+THIRD, EDITED = "PrefixStore, a third turn", "PrefixStore, an edit near the end"
 WAYS = (DYNAMIC, READ_AGAIN, STORED, FROM_DISK)  # of answering the second question
 TURN = "\n\nQuestion: And what does a name refer to, in a block of code that is executed?\nAnswer:"
+FROM_END = 200  # tokens, of the document, that are behind its edit
 
 
 def load_texts(options: argparse.Namespace) -> tuple[PreTrainedModel, Tensor, Callable[[Tensor, str], Tensor]]:
@@ -180,16 +183,22 @@ def drop_from_memory(folder: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def go_back(cache: QAdACache, tokens: int) -> None:
+    """Crop a cache to so many tokens, or to fewer, as far as its layers can go back."""
+    if surplus := cache.get_seq_length() - cache.find_last_beginning(tokens):
+        cache.crop(-surplus)
+
+
 def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One way, in this process."""
+    """One way, in this process. The first one writes down all texts."""
     model, document, put_behind = load_texts(options)
-    first, second = (put_behind(document, QUESTIONS[place]) for place in (0, 12))
-    store = PrefixStore(options.folder, max_bytes=2**40)
+    store, texts = PrefixStore(options.folder / "store", max_bytes=2**40), options.folder / "texts.json"
     if way == FROM_DISK:
-        drop_from_memory(options.folder)
+        drop_from_memory(options.folder / "store")
     if way != FIRST:
+        ids = torch.tensor([json.loads(texts.read_text())[way]])
         made = {DYNAMIC: lambda: DynamicCache(config=model.config), READ_AGAIN: lambda: QAdACache(model)}
-        return answer(model, second, made.get(way, lambda: store.cache(model, second)), options.answer)[0]
+        return answer(model, ids, made.get(way, lambda: store.cache(model, ids)), options.answer)[0]
 
     def keep(ids: list[int]) -> dict[str, Any]:
         before, begin = store.stats().written_bytes, time.perf_counter()
@@ -197,13 +206,22 @@ def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
         seconds = time.perf_counter() - begin
         return {"keep_s": seconds, "written": store.stats().written_bytes - before}
 
+    first, second = (put_behind(document, QUESTIONS[place]) for place in (0, 12))
     found, cache = answer(model, first, lambda: store.cache(model, first), options.answer)
     whole = keep(found["ids"])
     told, _ = answer(model, put_behind(torch.tensor([found["ids"]]), TURN), lambda: cache, options.answer)
     turn = keep(told["ids"])
-    cache.crop(document.shape[1] - cache.get_seq_length())
-    kept, _ = answer(model, second, lambda: cache, options.answer)
-    stats, paths = store.stats(), list(Path(options.folder).iterdir())
+    kept, asked = {}, dict.fromkeys(WAYS, second)
+    asked[THIRD] = put_behind(torch.tensor([told["ids"]]), QUESTIONS[3])
+    asked[EDITED] = second.clone()
+    place = document.shape[1] - min(FROM_END, document.shape[1])
+    asked[EDITED][0, place] += 1
+    same = {THIRD: cache.get_seq_length(), STORED: document.shape[1], EDITED: place}  # tokens that are the same
+    for way, tokens in same.items():
+        go_back(cache, tokens)
+        kept[way] = answer(model, asked[way], lambda: cache, options.answer)[0]["answer"]
+    texts.write_text(json.dumps({way: ids[0].tolist() for way, ids in asked.items()}))
+    stats, paths = store.stats(), list((options.folder / "store").iterdir())
     sizes = {"bytes": stats.bytes, "files_bytes": sum(path.stat().st_size for path in paths)}
     sizes["disk_bytes"] = sum(path.stat().st_blocks * 512 for path in paths)
     turn_tokens = len(told["ids"]) - len(found["ids"])
@@ -218,17 +236,18 @@ def measure_restart(parser: argparse.ArgumentParser, options: argparse.Namespace
         print(json.dumps(run_way(options.way, options)))
         return []
     rounds: dict[str, list[dict[str, Any]]] = {}
-    with tqdm(total=options.rounds * (1 + len(WAYS)), unit="process") as bar:
+    with tqdm(total=options.rounds * (3 + len(WAYS)), unit="process") as bar:
         for _ in range(options.rounds):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                for way in (FIRST, *WAYS):
+                for way in (FIRST, *WAYS, THIRD, EDITED):
                     bar.set_postfix_str(way)
                     named = {"model": options.model, "tokens": options.tokens, "answer": options.answer, "way": way}
                     rounds.setdefault(way, []).append(run_alone("reuse", "restart", **named, folder=folder))
                     bar.update()
     rows, dynamic = [], median(each["first_token_s"] for each in rounds[DYNAMIC])
     for way, found in rounds.items():
-        told = [each["answer"] == own["kept"]["answer"] for each, own in zip(found, rounds[FIRST], strict=True)]
+        kept = [each["kept"].get(way, each["kept"][STORED]) for each in rounds[FIRST]]
+        told = [each["answer"] == own for each, own in zip(found, kept, strict=True)]
         seconds = {name: median(each[name] for each in found) for name in ("cache_s", "first_token_s")}
         row = {
             "way": way,
@@ -266,7 +285,11 @@ def main(arguments: list[str] | None = None) -> int:
     add = restart.add_argument
     add("--rounds", type=int, default=3, help="of all ways; figures are medians (default: %(default)s)")
     add("--folder", type=Path, help="where the store's folder is made, on the disk to be measured (default: /tmp's)")
-    add("--way", choices=(FIRST, *WAYS), help="one way alone, by the folder of a store, as its processes are called")
+    add(
+        "--way",
+        choices=(FIRST, *WAYS, THIRD, EDITED),
+        help="one way alone, by the folder of a store, as its processes are called",
+    )
     options = parser.parse_args(arguments)
     if rows := options.measure(parser, options):
         report(rows, options.out, model=language_model.label(options.model), threads=torch.get_num_threads())

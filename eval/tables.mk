@@ -242,6 +242,12 @@ tables/restart-smollm2.csv:
 tables/restart-qwen2.5-coder-0.5b.csv:
 	$(EVAL).reuse restart --model $(QWEN) --rounds 1 $(OUT)
 
+tables/restart-qwen3.5-0.8b.csv:
+	$(EVAL).reuse restart --model qwen3.5-0.8b --rounds 1 $(OUT)
+
+tables/restart-gemma-3-270m.csv:
+	$(EVAL).reuse restart --model gemma-3-270m --rounds 1 $(OUT)
+
 tables/soak-tiny-cpu.csv:
 	$(EVAL).memory soak --model tiny --tokens 20000 --dtype float32 $(OUT)
 

@@ -145,12 +145,14 @@ class WatchedCache(NoTensors, DynamicCache):
 
     def _read_in_pieces(self, compute: Callable[..., Any], decoder: nn.Module, kwargs: dict[str, Any]) -> Any:
         """What the decoder's `compute(**kwargs)` returns, in passes between which snapshots are taken; None if it is to
-        be one pass, as it is where a second one would read what the first has coded, or read otherwise."""
+        be one pass, as it is where a second one would read otherwise. In few bits there are two: what the first has
+        coded the second reads, as another turn does."""
         kept, options = self._shared.snapshots, self._shared.options
-        whole = options.codes_tokens or options.prefill_threshold
-        if kept is None or whole or (new := count_new(kwargs)) <= kept.every:
+        if kept is None or options.prefill_threshold or (new := count_new(kwargs)) <= kept.every:
             return None
         sizes = kept.plan(new, options.window + 1)
+        if options.codes_tokens:
+            sizes = [size for size in (sum(sizes[:-1]), sizes[-1]) if size]
         return compute_in_pieces(compute, decoder, kwargs, sizes) if len(sizes) > 1 else None
 
     def _count_tokens(self) -> int:

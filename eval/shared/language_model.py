@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from eval.shared.random_models import HYBRIDS, make_hybrid
 from qada_cache.versions import pass_cache
 
 DEFAULT = "smollm2"
@@ -101,11 +102,13 @@ def answer(model: PreTrainedModel, ids: Tensor, cache: Cache, tokens: int, **mor
 def load(
     name: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode, and its tokenizer; `name` as for `find_source`.
+    """A model in eval mode, and its tokenizer; `name` as for `find_source`, or one of random weights of `HYBRIDS`.
 
     Raises:
         OSError, ValueError: there is no such model, or it cannot be read.
     """
+    if name in HYBRIDS:  # which read any text that ids stand for
+        return make_hybrid(name), AutoTokenizer.from_pretrained(**find_source(DEFAULT))
     where: dict[str, Any] = find_source(name)
     if "gguf_file" in where and dtype == "auto":
         dtype = torch.float32  # the weights' own type is a 4-bit one

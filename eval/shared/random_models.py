@@ -2,6 +2,8 @@
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     LlamaConfig,
@@ -24,6 +26,39 @@ LATENT_GEOMETRIES = {
     # Of its mixture of experts, 6 of 64 and 2 shared ones of 1,408 channels: as many as a token meets, in one MLP.
     "deepseek-v2-lite": (2048, 8 * 1408, 27, 16, 512, 64, 128, 128, 102400),
 }
+# Of sliding or linear layers and full ones: the type, and where it differs from that config's defaults.
+HYBRIDS = {
+    "qwen3.5-0.8b": (
+        "qwen3_5_text",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 16,
+        },
+    ),
+    "gemma-3-270m": (
+        "gemma3_text",
+        {
+            "hidden_size": 640,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "sliding_window": 512,
+        },
+    ),
+}
+
+
+def make_hybrid(name: str, *, seed: int = 0) -> PreTrainedModel:
+    """A float32 model of `HYBRIDS` in eval mode, as its class draws weights; no token ends a text."""
+    kind, sizes = HYBRIDS[name]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def _make_config(name: str, *, dtype: torch.dtype, positions: int) -> LlamaConfig:

@@ -1,7 +1,7 @@
 """Tokens in few bits, stored as they are held: a file for each closed segment of the bulk, the first one with the
 sinks, and one for the tokens behind them, as the model made these."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from ..sketch.codec import has_whole_order, list_fields
 from ..sketch.coded import RecordLayout, fit_records
 from ..state import Options
 from ..state.layer import QAdALayer
+from ..state.snapshots import Snapshot
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
 from .folder import CODED, CODES, Folder, Header, Layers, Listing
-from .keeping import write_segment
+from .keeping import store_states, write_segment
 from .naming import Name, describe_reading, make_digest, name_segment
 
 _PARTS = ("keys", "values")
@@ -50,10 +51,10 @@ def store_row(
     tokens: Sequence[int],
     reading: str,
     about: dict[str, Any],
+    snapshots: Iterable[Snapshot],  # of other layers than ours, if the row is all that they hold
     max_bytes: int,
 ) -> tuple[int, int]:
-    """Write what the folder lacks of a row's `tokens`; returns how many of them are stored now, and the bytes written.
-    What is behind closed segments replaces what was before. An OSError if a file cannot be written."""
+    """As `keeping.store_row`, of tokens in few bits. What is behind closed segments replaces what was before."""
     stores = [layer.store for layer in layers if layer.store is not None]
     sinks, chain, written = stores[0].sinks, list[Name](), 0
     closed = _count_whole(stores, row, len(tokens))
@@ -75,9 +76,12 @@ def store_row(
         for number, name in enumerate(chain):
             rest = list(tokens[find_edge(sinks, number) :])
             _remove_outlived(folder, listing, name.parent, name, rest, reading)
-        return len(tokens), written
     finally:
         folder.touch(listing, chain)
+    told: dict[str, Any] = {"exact": 0, "reading": reading, "about": about, "max_bytes": max_bytes}
+    told |= {"chain": [root, *(name.own for name in chain[:closed])]}
+    told["starts"] = [find_edge(sinks, number) for number in range(closed + 1)]
+    return len(tokens), written + store_states(folder, listing, tokens=tokens, snapshots=snapshots, **told)
 
 
 def _count_whole(stores: Sequence[TokenStore], row: int, tokens: int) -> int:

@@ -45,15 +45,10 @@ def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
             f"PrefixStore keeps no prompts of {cache._shared.model.model_type}, which has no full-attention layers: "
             "save() and QAdACache.load keep a whole prompt"
         )
-    name, hybrid = cache._shared.model.model_type, len(ours) < len(cache.layers)
-    if rows > 1 and hybrid:
+    if rows > 1 and len(ours) < len(cache.layers):
         raise NotImplementedError(
-            f"PrefixStore keeps no batches of {name}, which has sliding or linear layers: keep rows one by one"
-        )
-    if hybrid and cache.options.codes_tokens:
-        raise NotImplementedError(
-            f"PrefixStore keeps no tokens of {name} in few bits, as it has sliding or linear layers: build the cache "
-            "with bulk_bits=16, or save() it"
+            f"PrefixStore keeps no batches of {cache._shared.model.model_type}, which has sliding or linear layers: "
+            "keep rows one by one"
         )
     return ours
 
@@ -78,6 +73,7 @@ def store_tokens(
     store = layers[0].store
     assert store is not None
     alike = min(store.alike[place], len(row))
+    told["snapshots"] = cache.take_snapshots() if store.batch == 1 else []
     if isinstance(store.bulk, CodedBulk):
         told["reading"] = coded.describe_coded(options)
         return coded.store_row(folder, listing, layers, place, tokens=row[:alike], **told)
@@ -89,7 +85,6 @@ def store_tokens(
         reading=reading,
         sketch=sketches.digest_sketch(options),
         copy=partial(copy_tokens, cache, place),
-        snapshots=cache.take_snapshots() if store.batch == 1 else [],
         **told,
     )
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -105,26 +106,31 @@ class Finder:
 
     def _find(self, tokens: Sequence[int], most: int) -> tuple[list[Step], Name | None]:
         """The chain of the longest stored beginning, and the file of states behind it, if these are needed."""
-        path = self._find_longest(tokens, most)
+        found = [self._end_at_states(self._find_longest(tokens, most), tokens, {self.reading, EXACT})]
         if self._coded is not None:
-            coded = self._find_coded(tokens[:most], self._coded)
-            path = max(path, coded, key=lambda steps: sum(taken for _, taken in steps))
+            found.append(self._end_at_states(self._find_coded(tokens[:most], self._coded), tokens, {self._coded}))
+        return max(found, key=lambda each: sum(taken for _, taken in each[0]))
+
+    def _end_at_states(
+        self, path: list[Step], tokens: Sequence[int], readings: set[str]
+    ) -> tuple[list[Step], Name | None]:
+        """The beginning of a chain that ends at the last states of one of the `readings`, and their file, if states are
+        needed."""
         if not self.needs_states:
             return path, None
-        covered, best = sum(taken for _, taken in path), 0
-        behind: Name | None = None
-        for number, parent in enumerate([self.root, *(name.own for name, _ in path)]):
-            start = number * SEGMENT_TOKENS
+        starts = [0, *accumulate(taken for _, taken in path)]
+        best, behind = 0, None
+        for start, parent in zip(starts, [self.root, *(name.own for name, _ in path)], strict=True):
             for name in list(self.listing.following.get(parent, [])):
-                if (header := self._read_header(name)) is None:
+                if (header := self._read_header(name)) is None or not header.has_states:
                     continue
                 end = start + len(header.tokens)
-                fits = header.reading in (STATES + self.reading, STATES + EXACT) and best < end <= covered
+                fits = header.reading.removeprefix(STATES) in readings and best < end <= starts[-1]
                 if fits and list(tokens[start:end]) == header.tokens:
                     best, behind = end, name
         if best < WORTH:
             return [], None
-        left = [(name, min(taken, best - at * SEGMENT_TOKENS)) for at, (name, taken) in enumerate(path)]
+        left = [(name, min(taken, best - start)) for start, (name, taken) in zip(starts, path, strict=False)]
         return [step for step in left if step[1] > 0], behind
 
     def _find_longest(self, tokens: Sequence[int], most: int) -> list[Step]:

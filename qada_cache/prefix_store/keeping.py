@@ -34,7 +34,14 @@ def store_row(
     written."""
     told: dict[str, Any] = {"root": root, "exact": exact, "reading": reading, "about": about, "max_bytes": max_bytes}
     stored, written = _store_segments(folder, listing, tokens=tokens, sketch=sketch, copy=copy, **told)
-    return stored, written + _store_states(folder, listing, tokens=tokens[:stored], snapshots=snapshots, **told)
+    chain, starts = [root], [0]
+    for start in range(0, stored - SEGMENT_TOKENS + 1, SEGMENT_TOKENS):
+        end = start + SEGMENT_TOKENS
+        chain.append(name_segment(chain[-1], tokens[start:end], EXACT if end <= exact else reading))
+        starts.append(end)
+    told |= {"tokens": tokens[:stored], "chain": chain, "starts": starts}
+    del told["root"]
+    return stored, written + store_states(folder, listing, snapshots=snapshots, **told)
 
 
 def _store_segments(
@@ -102,12 +109,13 @@ def _serves(one: Header, other: Header) -> bool:
     )
 
 
-def _store_states(
+def store_states(
     folder: Folder,
     listing: Listing,
     *,
-    root: str,
     tokens: Sequence[int],  # that are stored
+    chain: Sequence[str],  # of the root, and the whole segments that have them
+    starts: Sequence[int],  # tokens before what follows each of `chain`
     exact: int,
     reading: str,
     about: dict[str, Any],
@@ -116,21 +124,17 @@ def _store_states(
 ) -> int:
     """Write what other layers than ours held behind beginnings of `tokens`; returns the bytes written. An OSError if a
     file cannot be written."""
-    chain, written = [root], 0
-    for start in range(0, len(tokens) - SEGMENT_TOKENS + 1, SEGMENT_TOKENS):
-        part = tokens[start : start + SEGMENT_TOKENS]
-        chain.append(name_segment(chain[-1], part, EXACT if start + len(part) <= exact else reading))
-    spared, kept = [name for name in listing.files if name.own in chain], list[Name]()
+    written, spared, kept = 0, [name for name in listing.files if name.own in chain], list[Name]()
     for snapshot in snapshots:
         if snapshot.tokens > len(tokens):
             break
         how = EXACT if snapshot.tokens <= exact else reading
-        name = name_states(chain, tokens[: snapshot.tokens], how)
-        if name not in listing.files:
-            parts = dict[str, Any]()
+        names = name_states(chain, starts, tokens[: snapshot.tokens], how)
+        if (name := next((each for each in names if each in listing.files), None)) is None:
+            name, parts = names[0], dict[str, Any]()
             others = {str(index): held for index, held in snapshot.layers.items()}
             state = encode_record(others, "states", parts)
-            header = Header(list(tokens[name.number * SEGMENT_TOKENS : snapshot.tokens]), STATES + how, 0, "", about)
+            header = Header(list(tokens[starts[name.number] : snapshot.tokens]), STATES + how, 0, "", about)
             if not (size := _write(folder, listing, name, header, parts, max_bytes, spared + kept, states=state)):
                 break
             written += size

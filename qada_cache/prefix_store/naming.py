@@ -7,6 +7,7 @@ name is a hash of its own tokens, of how these were read, and of the name of the
 import hashlib
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,14 +51,23 @@ def name_root(model: PreTrainedModel, key: str | None) -> str:
     return _digest(json.dumps(parts).encode())
 
 
-def name_states(chain: Sequence[str], tokens: Sequence[int], reading: str) -> Name:
-    """The name of the file of states behind `tokens`, all of a text's: it follows the last whole segment before them.
-    `chain` begins with the root and goes on with the names of segments."""
-    number = (len(tokens) - 1) // SEGMENT_TOKENS
-    parent = chain[number]
-    return Name(
-        chain[0][:16], number, parent, name_segment(parent, tokens[number * SEGMENT_TOKENS :], STATES + reading)
-    )
+def name_states(chain: Sequence[str], starts: Sequence[int], tokens: Sequence[int], reading: str) -> list[Name]:
+    """Names that the file of states behind `tokens`, all of a text's, may have. It follows the last whole segment
+    before them, by the first name, or one of the two before that, which were the last ones once.
+
+    `chain` begins with the root and goes on with the names of segments; `starts` are the tokens before what follows
+    each of them.
+    """
+    last = bisect_left(starts, len(tokens)) - 1
+    return [
+        Name(
+            chain[0][:16],
+            number,
+            chain[number],
+            name_segment(chain[number], tokens[starts[number] :], STATES + reading),
+        )
+        for number in range(last, max(last - 3, -1), -1)
+    ]
 
 
 def name_segment(parent: str, tokens: Sequence[int], reading: str) -> str:

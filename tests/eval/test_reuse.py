@@ -27,9 +27,11 @@ def test_restart(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     arguments = ["restart", "--model", str(needle.FOLDER), "--tokens", "600", "--rounds", "1", "--answer", "3"]
     assert reuse.main([*arguments, "--folder", str(tmp_path), "--out", str(table)]) == 0
-    first, *rows = read(table)
+    first, *rows, third, edited = read(table)
     assert [row["way"] for row in rows] == list(reuse.WAYS)
-    assert [row["as_kept"] for row in rows] == ["1/1"] * 4
+    assert [row["as_kept"] for row in (*rows, third, edited)] == ["1/1"] * 6
+    assert int(third["tokens_read"]) < 40
+    assert 200 < int(edited["tokens_read"]) < 240
     assert {row["tokens_read"] for row in rows[:2]} == {first["tokens_read"]}
     assert all(int(row["tokens_read"]) < 20 for row in rows[2:])
     assert first["bytes"] == first["files_bytes"]

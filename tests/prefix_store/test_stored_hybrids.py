@@ -158,6 +158,37 @@ def test_no_room(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
         assert torch.equal(got, generate(model, text, None, tokens=4).sequences)
 
 
+def test_few_bits(store: PrefixStore) -> None:
+    """States lie between segments in few bits, too, and are not written again when a segment closes. Caches in other
+    bits do not find them."""
+    model, text = tiny("qwen3_next", max_position_embeddings=4096), prompt(1700)[0]
+    options = {**EXACT, "bulk_bits": 8}
+    cache = store.cache(model, text, **options)
+    first = generate(model, text, cache, tokens=4).sequences
+    assert store.keep(cache, first) == 1703
+    for cut, held in ((1703, 1703), (1690, 1700 - 64), (1200, 0)):
+        longer = asked(first[:, :cut], 30, seed=5)
+        got = another(store).cache(model, longer, **options)
+        assert got.get_seq_length() == held
+        if not held:
+            continue
+        cropped = copy.deepcopy(cache)
+        if surplus := cropped.get_seq_length() - got.get_seq_length():
+            cropped.crop(-surplus)
+        wanted = generate(model, longer, cropped, tokens=5).sequences
+        assert torch.equal(generate(model, longer, got, tokens=5).sequences, wanted)
+        assert another(store).cache(model, longer, **EXACT).get_seq_length() == 0
+    later = asked(first, 500, seed=3)
+    later = generate(model, later, cache, tokens=2).sequences
+    store.keep(cache, later)
+    with store._open() as folder:
+        headers = [folder.read_header(name) for name in folder.list().files]
+    behind = [tuple(header.tokens[-9:]) for header in headers if header.has_states]
+    assert len(behind) == len({*behind}) > 3
+    assert another(store).cache(model, later, **options).get_seq_length() > 1703
+    assert store.verify()[1] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
 def test_a_hundred_faults(store: PrefixStore, family: str, tmp_path: Path) -> None:
