@@ -1,7 +1,7 @@
 """Exact attention of many new tokens: of a prompt over itself, where keys may be selected instead, and of a chunk or a
 long turn over everything cached."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,16 +45,44 @@ def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor)
         if not found.numel():  # this row is padding from end to end
             continue
         if selects:
-            told: dict[str, Any] = {"sinks": options.sink_tokens, "window": options.window}
-            told["threshold"] = options.prefill_threshold
-            computed = selected_prompt.selected_attention(*own, scaling=query.scaling, out=to, **told)
-            layer.counters.prompt_read_pairs += computed
-            layer.counters.prompt_pairs += heads * own[0].shape[2] * (own[0].shape[2] + 1) // 2
+            _select_by_cpu(layer, query.scaling, own, to)
         else:
             prompt.prompt_attention(*own, scaling=query.scaling, causal=True, out=to)
         if not isinstance(real, slice):
             out[rows, real] = found
     return out
+
+
+def attend_to_chunk(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
+    """As `attend_exactly` of a chunk of `generate`'s prompt, but by selection, if a `prefill_threshold` asks for it and
+    our kernel serves; else None. Keys and values of a row are joined for it."""
+    states = query.states
+    plain = query.softcap is None and query.sink_logits is None and query.visible is None and query.valid is None
+    asked = layer.options.prefill_threshold > 0 and layer.options.kernels != "torch"
+    if not plain or not asked or not layer.shared.forward_pass.prompt_tokens or layer.padding.known.numel():
+        return None
+    if isinstance(layer, LatentLayer) or not all(dtype == states.dtype for dtype in store.dtypes):
+        return None
+    out = states.new_empty(*states.shape[:3], value.shape[3])
+    for row in range(len(states)):
+        rows = slice(row, row + 1)
+        held = store.copy_tokens(rows, 0, store.lengths[row])
+        keys, values = (torch.cat([past, new[rows]], dim=2) for past, new in zip(held, (key, value), strict=True))
+        own = states[rows], keys, values
+        if not (prompt.serves(*own, causal=True) and selected_prompt.serves(states, values)):
+            return None
+        _select_by_cpu(layer, query.scaling, own, out[rows])
+    return out
+
+
+def _select_by_cpu(layer: QAdALayer, scaling: float, call: Sequence[Tensor], out: Tensor) -> None:
+    """`selected_attention` of a prompt or a chunk of one row, with what the layer's options and counters say."""
+    query, key, value = call
+    told: dict[str, Any] = {"sinks": layer.options.sink_tokens, "window": layer.options.window}
+    told |= {"threshold": layer.options.prefill_threshold, "end": layer.shared.forward_pass.prompt_tokens}
+    computed = selected_prompt.selected_attention(query, key, value, scaling=scaling, out=out, **told)
+    layer.counters.prompt_read_pairs += computed
+    layer.counters.prompt_pairs += prompt.count_pairs(query, key)
 
 
 def _select(select: Callable[..., Tensor], layer: QAdALayer, query: Query, key: Tensor, value: Tensor) -> Tensor:
@@ -70,12 +98,15 @@ def _select(select: Callable[..., Tensor], layer: QAdALayer, query: Query, key: 
 
 
 def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
-    """Exact attention of new tokens over everything cached and, causally or by a mask, over themselves.
+    """Exact attention of new tokens over everything cached and, causally or by a mask, over themselves; by selection
+    of chunks of a prompt, where `attend_to_chunk` serves.
 
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
     `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`, expanded ones of a `LatentLayer`. The result
     is `[batch, heads, tokens, value_dim]` in the query's dtype, zeros for padding.
     """
+    if (selected := attend_to_chunk(layer, store, query, key, value)) is not None:
+        return selected
     if joined.can_join(layer, store, query, key, value):
         return joined.attend_to_joined(layer, store, query, key, value)
     states, valid, visible, sink_logits = query.states, query.valid, query.visible, query.sink_logits

@@ -205,6 +205,42 @@ def test_rows_of_a_batch(side: str) -> None:
     assert layer.counters.prompt_pairs == sum(4 * real * (real + 1) // 2 for real in valid.sum(dim=1).tolist())
 
 
+@pytest.mark.parametrize("cuts", [[433 + 66 * 3, 433 + 66 * 5], [50, 433, 1060]], ids=str)
+def test_a_prompt_in_parts(cuts: list[int]) -> None:
+    """What is read does not depend on where it is cut, if blocks end there: they begin at 433, or where a part does."""
+    call = tensors(1100, 64, 64)
+    told = {"sinks": 134, "window": 50}
+    assert selected_prompt.find_selecting(1100, **told) == slice(433, 1050)
+    wanted, pairs = attend(call, **told)
+    found, computed = torch.full_like(wanted, torch.nan), 0
+    for start, stop in zip([0, *cuts], [*cuts, 1100], strict=True):
+        part = [call[0][:, :, start:stop], *(each[:, :, :stop] for each in call[1:])]
+        found[:, :, start:stop], now = attend(part, **told, end=1100)
+        computed += now
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert computed == pairs < 4 * 1100 * 1101 // 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [16, 8])
+def test_chunks_in_a_cache(bits: int) -> None:
+    """Every chunk is read by selection, as the whole prompt is, and of a batch, too; in few bits of what was coded."""
+    model, ids = tiny("llama", head_dim=16), words(1000, 1000)[0]
+    told: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
+    told |= {"output_logits": True, "pad_token_id": 0}
+    found, shares = [], []
+    for theta, chunk in ((0.0, 400), (THETA, None), (THETA, 400)):
+        cache = exact(model, prefill_threshold=theta, bulk_bits=bits)
+        out = model.generate(ids, **pass_cache(cache), **told, **({"prefill_chunk_size": chunk} if chunk else {}))
+        found.append(out.logits[0])
+        shares.append(cache.stats().prompt_read_share)
+        assert cache.stats().prompt_pairs == (theta > 0) * 2 * 2 * 4 * 1000 * 1001 // 2  # rows, layers, heads
+    assert shares[1] == pytest.approx(shares[2], rel=0.05)
+    assert shares[2] < 0.8
+    errors = [float((each - found[0]).abs().mean()) for each in found]
+    assert 1e-3 < errors[2] < 1.5 * errors[1]
+
+
 @torch.no_grad()
 def test_in_a_cache() -> None:
     """0, the default, is exact; a low threshold as near to it as rounding; a higher one is not, and is near."""

@@ -102,6 +102,13 @@ def prompt_attention(
     kernel.prompt_attention(ctypes.byref(call))
 
 
+def count_pairs(query: Tensor, key: Tensor) -> int:
+    """The pairs of a query and a key that causal attention has, of the last tokens' `query` `[batch, heads, queries,
+    dim]` with `key` `[batch, kv_heads, tokens, dim]`."""
+    queries, tokens = query.shape[2], key.shape[2]
+    return query.shape[:2].numel() * (queries * (2 * tokens - queries + 1) // 2)
+
+
 def define(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with, and what says which instructions there are."""
     lacking = (flag for name, flag in BETTER.items() if name not in read_instructions())

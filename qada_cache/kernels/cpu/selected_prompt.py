@@ -86,37 +86,52 @@ def find_fewest(*, sinks: int, window: int) -> int:
 
 
 def selected_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, window: int, out: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    threshold: float,
+    sinks: int,
+    window: int,
+    out: Tensor,
+    end: int = 0,
 ) -> int:
-    """Causal attention of one row's prompt, for calls that `prompt.serves` and `serves` admit: by selection for
-    `find_selecting`, exact for the others.
+    """Causal attention of one row's prompt, or of a part of it, for calls that `prompt.serves` and `serves` admit: by
+    selection for `find_selecting`, exact for the others.
 
     Args:
-        query: `[1, heads, tokens, dim]`.
+        query: `[1, heads, queries, dim]`, of the last tokens.
         key, value: `[1, kv_heads, tokens, dim or value_dim]`.
         scaling: of scores.
         threshold: times an even share, above 0.
         sinks, window: tokens, the query's own included.
-        out: the query's dtype or float32 `[1, heads, tokens, value_dim]`, written.
+        out: the query's dtype or float32 `[1, heads, queries, value_dim]`, written.
+        end: tokens of the whole prompt, if there are more than `tokens`.
 
-    Returns the pairs of a query and a key that were computed, of `heads * tokens * (tokens + 1) / 2`. MemoryError as
+    Returns the pairs of a query and a key that were computed, of `prompt.count_pairs`. MemoryError as
     `prompt.prompt_attention`.
     """
-    heads, tokens = query.shape[1:3]
-    group, pairs = heads // key.shape[1], heads * tokens * (tokens + 1) // 2
-    selecting = find_selecting(tokens, sinks=sinks, window=window)
+    group, tokens, before = query.shape[1] // key.shape[1], key.shape[2], key.shape[2] - query.shape[2]
+    pairs = prompt.count_pairs(query, key)
+    whole = find_selecting(max(tokens, end), sinks=sinks, window=window)
+    selecting = slice(max(whole.start, before), min(whole.stop, tokens))
     if selecting.start >= selecting.stop:
         prompt.prompt_attention(query, key, value, scaling=scaling, causal=True, out=out)
         return pairs
-    for exact in (slice(0, selecting.start), slice(selecting.stop, tokens)):
-        seen = key[:, :, : exact.stop], value[:, :, : exact.stop]
-        prompt.prompt_attention(query[:, :, exact], *seen, scaling=scaling, causal=True, out=out[:, :, exact])
+    for exact in (slice(before, selecting.start), slice(selecting.stop, tokens)):
+        seen, own = (key[:, :, : exact.stop], value[:, :, : exact.stop]), _move(exact, -before)
+        prompt.prompt_attention(query[:, :, own], *seen, scaling=scaling, causal=True, out=out[:, :, own])
     for head in range(key.shape[1]):
-        asking = slice(head * group, (head + 1) * group)
-        one = query[0, asking, selecting], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
+        asking = slice(head * group, (head + 1) * group), _move(selecting, -before)
+        one = query[0][asking], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
         told: dict[str, Any] = {"scaling": scaling, "threshold": threshold, "first": _round_up(sinks), "window": window}
-        pairs -= _attend_to_head(*one, start=selecting.start, out=out[0, asking, selecting], **told)
+        pairs -= _attend_to_head(*one, start=selecting.start, out=out[0][asking], **told)
     return pairs
+
+
+def _move(span: slice, tokens: int) -> slice:
+    return slice(span.start + tokens, span.stop + tokens)
 
 
 def _round_up(tokens: int) -> int:
