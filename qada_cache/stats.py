@@ -56,8 +56,8 @@ class CacheStats:
         device_bytes: bytes on the compute device: sinks, window, pending tokens, sketch, key moments (shared by a
             model's caches), layers of other kinds, and bulks that are not offloaded, or lie there within a budget.
         host_bytes: bytes of the offloaded bulk, preallocated room included; also of a CPU model, under
-            `offloading=True`. Pinned memory counts as torch allocates it: each layer's keys, and its values, rounded up
-            to a power of two. `torch.cuda.host_memory_stats()` has what torch's allocator keeps for later.
+            `offloading=True`. Pinned memory counts as it is allocated: each layer's keys, and its values, in whole
+            pages, or rounded up to a power of two where torch pins them.
         shared_bytes: part of the bulk's bytes: tokens in memory shared with copies of the cache, or in a mapped file.
             Every cache counts them, and they take memory once.
         device_layers: how many of `layers` have their bulk on the device: of an offloaded one, as many as are within
