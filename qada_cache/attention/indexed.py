@@ -201,7 +201,8 @@ class PickedAttention(LatentAttention):
         lse = out.new_full(out.shape[:-1], -torch.inf)
         block = PICKED if absorbed else max(MIN_BLOCK, EXPANDED // (heads * (states.shape[3] + self.value_dim)))
         for index, latents in self._gather(row, picked):
-            for at, keys in zip(index.split(block), latents.split(block, dim=2), strict=True):
+            spans = zip(index.split(block), latents.split(block, dim=2), strict=True) if len(index) else ()
+            for at, keys in spans:
                 shown = None
                 if queries > 1:  # else all that is picked is seen
                     shown = visible[:, at].repeat(heads if absorbed else 1, 1)[None, None]
