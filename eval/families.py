@@ -90,9 +90,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention"] * 2},
-    "hy_v4_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-    },
+    "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 2 * DIM},  # of which half the channels turn

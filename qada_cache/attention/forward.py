@@ -200,12 +200,12 @@ def _attend(
                 f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
                 "the model with attn_implementation='sdpa'"
             )
-        if isinstance(layer, IndexedLayer):
-            valid, visible = None, layer.read_picked(told, batch=batch, queries=queries)
-        else:
+        if not isinstance(layer, IndexedLayer):
             layer.padding, valid, visible = layer.shared.forward_pass.read_padding(
                 layer.padding, told, batch=batch, seen=layer.seen, queries=queries, first=first
             )
+        else:
+            valid, visible = None, layer.read_picked(told, batch=batch, queries=queries)
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise

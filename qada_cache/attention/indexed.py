@@ -21,7 +21,7 @@ from ..models.latent import LatentSizes, expand
 from ..process_memory import trim_growth
 from ..state.layer import QAdALayer
 from ..state.stock import require_fit
-from ..storage.padding import read_mask
+from ..storage.padding import BIASED, read_mask
 from ..storage.reading import gather_parts
 from .latent import EXPANDED, MIN_BLOCK, PROBED, LatentAttention, LatentLayer
 
@@ -100,7 +100,7 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
             raise ValueError("layers with an indexer need a mask of what it picked, and this call has none")
         visible, biased = read_mask(mask, batch=batch, seen=self.seen, queries=queries)
         if biased:
-            raise ValueError("this attention mask adds numbers to scores: pass one that shows or hides tokens")
+            raise ValueError(BIASED)
         return visible.expand(batch, queries, self.seen)
 
     def abandon(self, tokens: int) -> None:
@@ -147,10 +147,11 @@ def _stand_in(like: Tensor, *shape: int) -> Tensor:
 
 
 def attend_to_picked(layer: IndexedLayer, query: Query, base: Callable[[], Tensor]) -> Tensor:
-    """`[batch, queries, heads, value_dim]` of a call whose queries see what `query.visible` says, and its tokens stored.
-    A first prompt is `base()`, the model's own attention."""
-    assert layer.store is not None and layer.incoming is not None
-    queries, store, new = query.states.shape[2], layer.store, (layer.incoming, layer.incoming[..., :0])
+    """`[batch, queries, heads, value_dim]` of a call whose queries see what `query.visible` says. Its tokens are stored
+    afterwards. A first prompt is `base()`, the model's own attention."""
+    store, incoming, queries = layer.store, layer.incoming, query.states.shape[2]
+    assert store is not None
+    assert incoming is not None
     empty, long = layer.seen == queries, queries > layer.options.window
     if empty:
         out = base()
@@ -161,11 +162,11 @@ def attend_to_picked(layer: IndexedLayer, query: Query, base: Callable[[], Tenso
             work = PickedAttention(layer, store, query).attend_all
             out = layer.shared.placement.retry(work, query.states.device).transpose(1, 2).contiguous()
     if empty or long:
-        store.absorb(*new, None)
+        store.absorb(incoming, incoming[..., :0], None)
         if query.states.device.type == "cpu":
             trim_growth()
     else:
-        store.append(*new, None)
+        store.append(incoming, incoming[..., :0], None)
     layer.incoming = None
     return out
 
@@ -174,8 +175,9 @@ class PickedAttention(LatentAttention):
     """Attention of one call over what was picked of the cached tokens and the new ones, which are not stored yet."""
 
     def __init__(self, layer: IndexedLayer, store: Any, query: Query) -> None:
-        assert layer.widths is not None and layer.incoming is not None
+        assert layer.widths is not None
         super().__init__(layer, store, query, layer.widths[2])
+        assert layer.incoming is not None
         self.new = layer.incoming
 
     def attend_all(self) -> Tensor:
@@ -226,7 +228,7 @@ class PickedAttention(LatentAttention):
         yield torch.cat([older, recent, new]), torch.cat(near)[None, None]
         self.layer.counters.dense_bulk_bytes += bulk.lengths[row] * bulk.token_bytes
         blocks = far.split(PICKED) if len(far) else ()
-        parts = gather_parts(bulk, [((row, 0), block - store.sinks) for block in blocks])
+        parts = gather_parts(bulk, [((row, 0), block - store.sinks) for block in blocks], coded=False)
         for block, part in zip(blocks, parts, strict=True):
             self.layer.counters.bulk_read_bytes += part.bulk_read_bytes
             yield block, part.keys

@@ -49,8 +49,8 @@ def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
     name, hybrid = cache._shared.model.model_type, len(ours) < len(cache.layers)
     if has_indexers(cache._shared.model.config):
         raise NotImplementedError(
-            f"PrefixStore keeps no prompts of {name}, whose indexer has keys of its own: save() and QAdACache.load keep "
-            "a whole prompt"
+            f"PrefixStore keeps no prompts of {name}, whose indexer has keys of its own: save() and QAdACache.load "
+            "keep a whole prompt"
         )
     if rows > 1 and hybrid:
         raise NotImplementedError(

@@ -8,6 +8,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 COMPARED = 256  # queries whose masks are compared at once
 HIDDEN = -1e4  # what hides a token if it, or less, is added to its score
+BIASED = (
+    "this attention mask adds numbers to scores, which QAdACache does not compute: pass one that shows or hides "
+    "tokens, as bool or as 0 and minus infinity, or use DynamicCache"
+)
 # What `find_real_tokens` found, for layers behind the first: a copy to the device is waited for. It goes with flags.
 _places: Any = WeakIdKeyDictionary()
 
@@ -80,10 +84,7 @@ class Padding:
         flags = torch.stack([agrees.all(), differs, biased, blind])
         said = torch.cat([flags, real.expand(batch, queries).flatten()]).cpu()
         if said[2]:
-            raise ValueError(
-                "this attention mask adds numbers to scores, which QAdACache does not compute: pass one that shows or "
-                "hides tokens, as bool or as 0 and minus infinity, or use DynamicCache"
-            )
+            raise ValueError(BIASED)
         if said[3]:
             raise ValueError(
                 "by this attention mask a new token sees nothing, but is seen: let it see itself, or hide it from all"
