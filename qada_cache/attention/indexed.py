@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicIndexedLayer
 
 from ..kernels import merge_partials, partial_attention
+from ..kernels.masked import masked_attention
 from ..kernels.operands import Query
 from ..kernels.reference import suspend_autocast
 from ..models.latent import LatentSizes, expand
 from ..process_memory import trim_growth
 from ..state.layer import QAdALayer
 from ..state.stock import require_fit
-from ..storage.padding import BIASED, read_mask
+from ..storage.padding import read_mask, refuse_bias
 from ..storage.reading import gather_parts
 from .latent import EXPANDED, MIN_BLOCK, PROBED, LatentAttention, LatentLayer
 
@@ -99,8 +100,7 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         if mask is None:
             raise ValueError("layers with an indexer need a mask of what it picked, and this call has none")
         visible, biased = read_mask(mask, batch=batch, seen=self.seen, queries=queries)
-        if biased:
-            raise ValueError(BIASED)
+        refuse_bias(biased)
         return visible.expand(batch, queries, self.seen)
 
     def abandon(self, tokens: int) -> None:
@@ -205,14 +205,15 @@ class PickedAttention(LatentAttention):
         for index, latents in self._gather(row, picked):
             spans = zip(index.split(block), latents.split(block, dim=2), strict=True) if len(index) else ()
             for at, keys in spans:
-                shown = None
-                if queries > 1:  # else all that is picked is seen
-                    shown = visible[:, at].repeat(heads if absorbed else 1, 1)[None, None]
                 values = keys
                 if not absorbed:
                     keys, values = expand(self.module, *keys.split(self.layer.sizes, dim=-1))
                     keys, values = keys.to(states), values.to(states)
-                part = partial_attention(grouped, keys, values, mask=shown, **self.told)
+                if queries == 1:  # which sees all that is picked
+                    part = partial_attention(grouped, keys, values, **self.told)
+                else:
+                    shown = visible[:, at].repeat(heads if absorbed else 1, 1)
+                    part = masked_attention(grouped, keys, values, shown, **self.told)
                 out, lse = merge_partials(out, lse, *part)
         return self._project(out, lse, states) if absorbed else (out, lse)
 
@@ -220,7 +221,7 @@ class PickedAttention(LatentAttention):
         """Of a row's tokens `picked`, int64 and ascending, those of a place and their latents `[1, 1, tokens, dim]`."""
         store, bulk = self.store, self.store.bulk
         length, gone = store.lengths[row], store.flushed[row]
-        bounds = torch.tensor([min(gone, store.sinks), gone, length], device=picked.device)
+        bounds = torch.tensor([min(gone, store.sinks), gone, length], dtype=torch.int64, device=picked.device)
         first, second, third = torch.searchsorted(picked, bounds).tolist()
         older, far, recent, new = picked.tensor_split((first, second, third))
         columns = torch.cat([older, recent + (store.sinks + store.end - length)])
