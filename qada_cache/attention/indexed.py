@@ -66,6 +66,8 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Take in new keys of the indexer, and return all. RuntimeError, if these are not of the tokens held."""
+        if self.indexer_keys is not None:  # those of a file may lie elsewhere
+            self.indexer_keys = self.indexer_keys.to(indexer_key_states.device)
         keys = super().update_indexer(indexer_key_states)
         if keys.shape[1] != self.seen:
             raise RuntimeError(
@@ -201,7 +203,9 @@ class PickedAttention(LatentAttention):
         dim = self.new.shape[3] if absorbed else self.value_dim
         out = states.new_zeros(*grouped.shape[:3], dim, dtype=torch.float32)
         lse = out.new_full(out.shape[:-1], -torch.inf)
-        block = PICKED if absorbed else max(MIN_BLOCK, EXPANDED // (heads * (states.shape[3] + self.value_dim)))
+        numbers = queries * (heads if absorbed else 1)  # of the mask, for a token
+        numbers = max(numbers, 0 if absorbed else heads * (states.shape[3] + self.value_dim))
+        block = max(MIN_BLOCK, EXPANDED // numbers)
         for index, latents in self._gather(row, picked):
             spans = zip(index.split(block), latents.split(block, dim=2), strict=True) if len(index) else ()
             for at, keys in spans:

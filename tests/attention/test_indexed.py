@@ -144,6 +144,21 @@ def test_copies_files_crops_and_rows(model: PreTrainedModel, tmp_path: Path) -> 
         assert_near(model, got, wanted)
 
 
+def test_forged_keys_of_an_indexer_are_refused() -> None:
+    model = make("DeepseekV32")
+    cache = exact(model)
+    forced(model, prompt(50)[0], [50], cache)
+    layer = cache.layers[0]
+    for kept in (torch.zeros(1, 49, 16), torch.zeros(1, 50, 16, dtype=torch.int64), torch.zeros(1, 50)):
+        with pytest.raises(ValueError, match=r"cannot hold keys of its indexer .* floating \[1, 50, dim\]"):
+            layer.restore_beside({"indexer_keys": kept})
+    with pytest.raises(ValueError, match="keeps no others"):
+        layer.restore_beside({"others": torch.zeros(1)})
+    layer.indexer_keys = layer.indexer_keys[:, :-1]
+    with pytest.raises(RuntimeError, match="the indexer has keys of 50 tokens, and 51 are cached"):
+        forced(model, prompt(1)[0], [1], cache)
+
+
 @torch.no_grad()
 def test_a_refused_call_changes_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
     ids = prompt(60)[0]
