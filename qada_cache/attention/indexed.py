@@ -24,6 +24,7 @@ from ..state.layer import QAdALayer
 from ..state.stock import require_fit
 from ..storage.padding import read_mask, refuse_bias
 from ..storage.reading import gather_parts
+from . import generation
 from .latent import EXPANDED, MIN_BLOCK, PROBED, LatentAttention, LatentLayer
 
 PICKED = 4096  # tokens of a block that is gathered
@@ -164,6 +165,8 @@ def attend_to_picked(layer: IndexedLayer, query: Query, base: Callable[[], Tenso
             work = PickedAttention(layer, store, query).attend_all
             out = layer.shared.placement.retry(work, query.states.device).transpose(1, 2).contiguous()
     if empty or long:
+        reading = generation.find_prompt()
+        store.bulk.expected = reading.tokens if reading.in_chunks else 0
         store.absorb(incoming, incoming[..., :0], None)
         if query.states.device.type == "cpu":
             trim_growth()
