@@ -100,8 +100,8 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
     def read_picked(self, mask: Tensor | None, *, batch: int, queries: int) -> Tensor:
         """Which tokens each query of a call reads, bool `[batch, queries, tokens]`. ValueError as of `read_mask`, or if
         the mask adds anything else to scores."""
-        if mask is None:
-            raise ValueError("layers with an indexer need a mask of what it picked, and this call has none")
+        if mask is None or mask.dim() != 4:  # others do not say what was picked
+            raise ValueError("layers with an indexer need a mask of what it picked, [batch, 1, queries, tokens]")
         visible, biased = read_mask(mask, batch=batch, seen=self.seen, queries=queries)
         refuse_bias(biased)
         return visible.expand(batch, queries, self.seen)
@@ -206,8 +206,8 @@ class PickedAttention(LatentAttention):
         dim = self.new.shape[3] if absorbed else self.value_dim
         out = states.new_zeros(*grouped.shape[:3], dim, dtype=torch.float32)
         lse = out.new_full(out.shape[:-1], -torch.inf)
-        numbers = queries * (heads if absorbed else 1)  # of the mask, for a token
-        numbers = max(numbers, 0 if absorbed else heads * (states.shape[3] + self.value_dim))
+        # Numbers of a token: of the mask, or of keys and values.
+        numbers = queries * heads if absorbed else max(queries, heads * (states.shape[3] + self.value_dim))
         block = max(MIN_BLOCK, EXPANDED // numbers)
         for index, latents in self._gather(row, picked):
             spans = zip(index.split(block), latents.split(block, dim=2), strict=True) if len(index) else ()
