@@ -30,11 +30,12 @@ from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
 
-# Some of text alone have their place among models that read images.
+# Some of text alone have their place among models that read images. Others read images, and have no class for text.
+_READ_IMAGES = ("glm5_next", "hy_v4_vl", "mistral_large4")
 _BESIDE = {
     name: kind
     for name, kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
-    if kind.endswith("ForCausalLM") and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (kind.endswith("ForCausalLM") or name in _READ_IMAGES)
 }
 TYPES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_BESIDE}
 LAYERS, HEADS, DIM = 6, 4, 16  # most kinds of layers that a model has are among its first six
@@ -78,10 +79,18 @@ _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [3]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_audio_encoder": {"adapter_input_size": HEADS * DIM, "adapter_out_dim": HEADS * DIM},
+    "dots3_note_vision_encoder": {
+        "adapter_in_dim": HEADS * DIM,
+        "adapter_out_dim": HEADS * DIM,
+        "mlp_layer_types": ["dense"] * LAYERS,
+    },
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention"] * 2},
+    "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 2 * DIM},  # of which half the channels turn

@@ -17,7 +17,7 @@ from .criterion import StaticHeads
 from .decode_graph import make_graph
 from .kernels import choice
 from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
-from .models import find_full_attention_layers, unwrap_model
+from .models import find_served_layers, unwrap_model
 from .models.sharding import UNSHARDED
 from .reading_bar import ReadingBar
 from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
@@ -136,7 +136,7 @@ class QAdACache(WatchedCache):
         support.check_model(model, text_config)
         attention.check_implementation(text_config)
         super().__init__(config=text_config)
-        managed = support.describe_model(model, config, ours := find_full_attention_layers(self))
+        managed = support.describe_model(model, config, ours := find_served_layers(self, text_config))
         tuned_choice.check_left_out(options)
         options = support.resolve_options(options, managed)
         options = support.choose_bits(options, managed) if bulk_bits is None else options

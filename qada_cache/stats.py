@@ -62,7 +62,7 @@ class CacheStats:
             Every cache counts them, and they take memory once.
         device_layers: how many of `layers` have their bulk on the device: of an offloaded one, as many as are within
             `device_budget`.
-        bulk_read_bytes: bulk bytes read by query-adaptive calls.
+        bulk_read_bytes: bulk bytes read by query-adaptive calls, and of latents that a model's own indexer picked.
         sketch_read_bytes: bytes of the key sketch read by query-adaptive calls.
         dense_bulk_bytes: bulk bytes of the same calls if every head had read all of its own.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
@@ -113,6 +113,8 @@ class CacheStats:
 
     def __str__(self) -> str:
         decided = "no adaptive steps"
+        if not self.steps and self.dense_bulk_bytes:
+            decided += f", {self.read_share:.1%} of the bulk's bytes read"
         if self.steps:
             decided = (
                 f"{self.steps} adaptive steps: query heads local {self.sparsity:.1%}, KV heads local "

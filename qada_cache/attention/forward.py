@@ -21,7 +21,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..kernels.operands import Query
 from ..kernels.reference import suspend_autocast
-from ..models import attention_table, decoder_forward, unwrap_model
+from ..models import attention_table, decoder_forward, latent, unwrap_model
 from ..models.sharding import UNSHARDED, check_sharding
 from ..process_memory import trim_growth
 from ..state.layer import QAdALayer, Seen
@@ -29,6 +29,7 @@ from . import generation
 from .block_mask import read_block_mask
 from .decode import attend_adaptively
 from .exact import attend_exactly, attend_to_prompt
+from .indexed import IndexedLayer, attend_to_picked
 from .latent import LatentLayer, find_expanding_layer, is_expanding
 from .libraries import build_for_prompt
 
@@ -78,6 +79,7 @@ def switch_on(config: PreTrainedConfig, model: PreTrainedModel | None = None) ->
     """Have the model that owns `config` (its text config) served by our function. Idempotent."""
     own = attention_table.find_own_tables(model, config)
     attention_table.place(attention_forward, _make_mask, tables=own)
+    latent.have_ask(config)
     if model is not None and generation.drops_caches(model) and not decoder_forward.is_taken(model):
         decoder_forward.put_before(model, generation.find_dropped)
     _switched_on[config] = config._attn_implementation
@@ -112,6 +114,7 @@ def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
     _switched_on.pop(config.get_text_config(decoder=True), None)
     if not _switched_on:
         attention_table.displace(attention_forward, _make_mask)
+        latent.have_ask_no_more()
 
 
 def attention_forward(
@@ -197,9 +200,12 @@ def _attend(
                 f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
                 "the model with attn_implementation='sdpa'"
             )
-        layer.padding, valid, visible = layer.shared.forward_pass.read_padding(
-            layer.padding, told, batch=batch, seen=layer.seen, queries=queries, first=first
-        )
+        if not isinstance(layer, IndexedLayer):
+            layer.padding, valid, visible = layer.shared.forward_pass.read_padding(
+                layer.padding, told, batch=batch, seen=layer.seen, queries=queries, first=first
+            )
+        else:
+            valid, visible = None, layer.read_picked(told, batch=batch, queries=queries)
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
         raise
@@ -209,6 +215,9 @@ def _attend(
     if softcap is not None and config._attn_implementation == "sdpa":
         softcap = None
     asked = Query(query, scaling, softcap, kwargs.get("s_aux"), valid, visible)
+    if isinstance(layer, IndexedLayer):
+        untagged = key.view_as(key)
+        return attend_to_picked(layer, asked, lambda: base(module, query, untagged, value, mask, **kwargs)[0]), None
     forward_pass = layer.shared.forward_pass
     if first:
         # After a decoded token there are pending ones beside the window, and a single token is no chunk.

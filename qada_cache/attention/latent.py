@@ -100,19 +100,26 @@ class LatentLayer(QAdALayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take in new latents `[batch, 1, tokens, rank]` and rotary channels (`rope`), and return them alone, without
         those before. NotImplementedError, if they have other sizes; RuntimeError as `QAdALayer`."""
-        found = [(part.dim(), *part.shape[1::2]) for part in (key_states, value_states)]
-        if found != [(4, 1, size) for size in self.sizes]:
-            raise NotImplementedError(
-                f"layer {self.index} of this {self.shared.model.model_type} model hands over tensors "
-                f"{list(key_states.shape)} and {list(value_states.shape)}, and its config says that it caches latents "
-                f"[batch, 1, tokens, {self.sizes.rank}] and [batch, 1, tokens, {self.sizes.rope}]: use "
-                "transformers.DynamicCache for this model"
-            )
-        joined = torch.cat((key_states, value_states), dim=-1)
-        super().update(joined, joined[..., :0])
+        self._take_in(key_states, value_states)
         thread = threading.get_ident()
         _expanding[thread] = weakref.ref(self, lambda _: _expanding.pop(thread, None))
         return key_states, value_states
+
+    def _take_in(self, latent: Tensor, rotary: Tensor) -> None:
+        found, wanted = [(part.dim(), *part.shape[1::2]) for part in (latent, rotary)], self._expect(rotary)
+        if found != [(4, 1, size) for size in wanted]:
+            raise NotImplementedError(
+                f"layer {self.index} of this {self.shared.model.model_type} model hands over tensors "
+                f"{list(latent.shape)} and {list(rotary.shape)}, and its config says that it caches latents "
+                f"[batch, 1, tokens, {wanted.rank}] and [batch, 1, tokens, {wanted.rope}]: use "
+                "transformers.DynamicCache for this model"
+            )
+        joined = torch.cat((latent, rotary), dim=-1)
+        super().update(joined, joined[..., :0])
+
+    def _expect(self, rotary: Tensor) -> LatentSizes:
+        """The sizes that new tokens are to have."""
+        return self.sizes
 
     def find_new(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         """As `QAdALayer`: what was joined, whatever the module made of it."""
@@ -189,7 +196,8 @@ class LatentAttention:
     def attend(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
         """`out` `[rows, heads, queries, value_dim]` float32 and `lse` of queries `[rows, heads, queries, nope + rope]`
         of rows alike, as `partial_attention` returns them."""
-        absorbed = self.query.softcap is None and self._is_cheaper_absorbed(rows, states.shape[2])
+        past = self.store.lengths[rows.start]
+        absorbed = self.query.softcap is None and self._is_cheaper_absorbed(past, states.shape[2])
         return self._attend_absorbed(rows, states) if absorbed else self._attend_expanded(rows, states)
 
     @cached_property
@@ -205,21 +213,17 @@ class LatentAttention:
             return read_projections(self.module, sizes, heads, self.nope)
         return ask_projections(self.module, sizes, self.nope, self.store.near_keys)
 
-    def _is_cheaper_absorbed(self, rows: slice, queries: int) -> bool:
-        """By multiplications for a head."""
-        (rank, rope), past = self.layer.sizes, self.store.lengths[rows.start]
+    def _is_cheaper_absorbed(self, past: int, queries: int) -> bool:
+        """By multiplications for a head, of queries that read so many tokens."""
+        rank, rope = self.layer.sizes
         expansion = rank * (self.nope + self.value_dim)  # of one token, or of one query's absorption
         asked = 0 if self.by_weight or "projections" in vars(self) else rank * expansion
         absorbed = queries * (past * (2 * rank + rope) + expansion) + asked
         return absorbed <= past * (expansion + queries * (self.nope + rope + self.value_dim))
 
     def _attend_absorbed(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
-        by, (batch, heads, queries), near = self.projections, states.shape[:3], self.store.near_keys
-        own, rotary = states.split((self.nope, self.layer.sizes.rope), dim=-1)
-        own = own.to(by.keys.dtype)
-        absorbed = torch.cat((own @ by.keys, rotary.to(own)), dim=-1)
-        grouped = absorbed.reshape(batch, 1, heads * queries, -1).to(near.dtype)
-        out = near.new_zeros(batch, 1, heads * queries, near.shape[3], dtype=torch.float32)
+        grouped = self._absorb(states)
+        out = grouped.new_zeros(grouped.shape, dtype=torch.float32)
         lse = out.new_full(out.shape[:-1], -torch.inf)
         # The rotary channels of the values are computed and left out: so one tensor is keys and values.
         for keys, _ in self.store.view_near(rows):
@@ -229,10 +233,24 @@ class LatentAttention:
             far = partial_attention(grouped[at], part.keys, part.keys, **self.told)
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
             self.layer.counters.streamed_bytes += part.bulk_read_bytes
-        own_out = out[..., : self.layer.sizes.rank].view(batch, heads, queries, -1).to(by.values.dtype)
+        return self._project(out, lse, states)
+
+    def _absorb(self, states: Tensor) -> Tensor:
+        """Queries that meet latents as they are: `[rows, 1, heads * queries, rank + rope]`, in the dtype of these."""
+        own, rotary = states.split((self.nope, self.layer.sizes.rope), dim=-1)
+        own = own.to(self.projections.keys.dtype)
+        absorbed = torch.cat((own @ self.projections.keys, rotary.to(own)), dim=-1)
+        return absorbed.reshape(len(states), 1, -1, absorbed.shape[3]).to(self.store.near_keys.dtype)
+
+    def _project(self, out: Tensor, lse: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """What `attend` returns, from averages of latents `[rows, 1, heads * queries, rank + rope]` and their `lse`, of
+        what `_absorb` made of `states`."""
+        by, shape = self.projections, states.shape[:3]
+        own_out = out[..., : self.layer.sizes.rank].view(*shape, -1).to(by.values.dtype)
         found = (by.values @ own_out.mT).mT  # in this order, as else torch copies weights of 16 bits first
-        lse = lse.view(batch, heads, queries)
+        lse = lse.view(shape)
         if by.key_bias is not None:
+            own = states[..., : self.nope].to(by.keys.dtype)
             lse = lse + self.query.scaling * (own.float() @ by.key_bias.float().unsqueeze(-1)).squeeze(-1)
         return self._pad(_add(found, by.value_bias).float()), lse
 

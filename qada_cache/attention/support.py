@@ -18,7 +18,7 @@ from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
 from ..key_moments.rotation import read_rope_settings
 from ..models import find_full_attention_config, read_sizes
-from ..models.latent import find_latent_sizes
+from ..models.latent import INDEXED, find_latent_sizes
 from ..models.sharding import find_shard
 from ..names import PROMPTS
 from ..said_once import warn_once
@@ -26,6 +26,7 @@ from ..sketch.coded import RecordLayout
 from ..state import DEFAULT_BITS, ManagedModel, Options, Shared
 from ..state.layer import QAdALayer
 from ..versions import find_missing
+from .indexed import IndexedLayer
 from .latent import LatentLayer, read_everything
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,10 @@ def describe_model(
 
 def make_layer(shared: Shared, index: int) -> QAdALayer:
     """An empty layer of the kind that the model has."""
-    return (QAdALayer if shared.model.latents is None else LatentLayer)(shared, index)
+    if shared.model.latents is None:
+        return QAdALayer(shared, index)
+    types = getattr(shared.model.config, "layer_types", None) or ()
+    return (IndexedLayer if INDEXED in types[index : index + 1] else LatentLayer)(shared, index)
 
 
 def resolve_options(options: Options, managed: ManagedModel) -> Options:

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from .latent import find_latent_sizes
+from .latent import find_latent_sizes, has_indexers
 
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -37,9 +37,15 @@ def find_inputs_device(model: PreTrainedModel) -> torch.device:
 
 
 def find_full_attention_layers(cache: DynamicCache) -> list[int]:
-    """The layers of `DynamicCache(config=...)` that keep every key: those a QAdACache takes over."""
+    """The layers of `DynamicCache(config=...)` that keep every key, and attend to all."""
     # Exact type: subclasses (sliding windows, indexers, linear attention) keep their own states.
     return [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+
+
+def find_served_layers(cache: DynamicCache, config: PreTrainedConfig) -> list[int]:
+    """Those that a QAdACache takes over: of full attention, and of latents that an indexer picks from."""
+    kinds = (DynamicLayer, DynamicIndexedLayer) if has_indexers(config) else (DynamicLayer,)
+    return [index for index, layer in enumerate(cache.layers) if type(layer) in kinds]
 
 
 def find_full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -48,7 +54,7 @@ def find_full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if not config.is_heterogeneous:
         return config
     # Without any, the cache acts as DynamicCache, and the first layer stands for all.
-    layers = find_full_attention_layers(DynamicCache(config=config)) or [0]
+    layers = find_served_layers(DynamicCache(config=config), config) or [0]
     configs = [config.per_layer_config[index] for index in layers]
     found = sorted({tuple(getattr(own, name, None) or 0 for name in _SIZES) for own in configs})
     if len(found) > 1:

@@ -2,8 +2,13 @@
 
 A module of these hands a cache `rank` channels `latent` and `rope` channels `rotary` a token, for all heads together.
 Its method `expand_kv` makes keys `[W_k latent | rotary]` and values `W_v latent` of them, by `kv_b_proj`.
+
+Some have an indexer, which picks the tokens that a query reads. Such a module makes a mask as wide as the keys that it
+was given, so it has to be given as many as there are tokens. `expand_kv` of these classes therefore asks the layer that
+handed out a latent, if it is one of ours, what to return.
 """
 
+import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -11,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
+INDEXED = "indexed_attention"  # type of a layer with an indexer, its own or an earlier layer's
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16)
+_asking: list[Any] = []  # classes whose `expand_kv` asks
 
 
 class LatentSizes(NamedTuple):
@@ -38,15 +45,53 @@ class Projections(NamedTuple):
 def find_latent_sizes(config: PreTrainedConfig) -> LatentSizes | None:
     """Those of a decoder whose full-attention layers cache latents; None for another, one that caches expanded keys and
     values of its latents included, as some in older transformers do."""
-    rank, rope = (getattr(config, name, None) or 0 for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    if not rank or not rope:
+    types = getattr(config, "layer_types", None) or ()
+    indexed = types.index(INDEXED) if INDEXED in types else None
+    own = config if indexed is None or not config.is_heterogeneous else config.per_layer_config[indexed]
+    rank, rope = (getattr(own, name, None) or 0 for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if not rank or not (rope or indexed is not None):
         return None
+    return LatentSizes(rank, rope) if _find_classes(config) else None
+
+
+def has_indexers(config: PreTrainedConfig) -> bool:
+    """Whether a decoder has layers of latents whose tokens an indexer picks."""
+    return INDEXED in (getattr(config, "layer_types", None) or ()) and find_latent_sizes(config) is not None
+
+
+def have_ask(config: PreTrainedConfig) -> None:
+    """Have `expand_kv` of the modules of such a decoder ask the layer that a latent is tagged with, by its
+    `expand(own, module, latent, rotary)`, with the method as it was as `own`. Idempotent."""
+    for kind in _find_classes(config) if has_indexers(config) else ():
+        if not hasattr(kind.expand_kv, "_qada_own"):
+            kind.expand_kv = _ask_first(kind.expand_kv)
+            _asking.append(kind)
+
+
+def have_ask_no_more() -> None:
+    """Undo `have_ask`."""
+    while _asking:
+        kind = _asking.pop()
+        kind.expand_kv = kind.expand_kv._qada_own
+
+
+def _ask_first(own: Any) -> Any:
+    @functools.wraps(own)
+    def expand_kv(self: nn.Module, kv_nope: Tensor, k_rot: Tensor) -> Any:
+        layer = getattr(kv_nope, "_qada_layer", None)
+        return own(self, kv_nope, k_rot) if layer is None else layer.expand(own, self, kv_nope, k_rot)
+
+    expand_kv._qada_own = own  # type: ignore[attr-defined]
+    return expand_kv
+
+
+def _find_classes(config: PreTrainedConfig) -> list[Any]:
+    """Those of a decoder's attention that cache latents."""
     # Some types have another one's modeling file, which only transformers' own table of classes tells.
     own = type(config).__module__.replace("configuration_", "modeling_")
     known = getattr(AutoModel, "_model_mapping", {}).get(type(config), None)
     files = [sys.modules.get(name) for name in (own, getattr(known, "__module__", own))]
-    expands = any(has_latents(kind) for file in files if file is not None for kind in vars(file).values())
-    return LatentSizes(rank, rope) if expands else None
+    return [kind for file in files if file is not None for kind in vars(file).values() if has_latents(kind)]
 
 
 def check_decides(config: PreTrainedConfig) -> None:

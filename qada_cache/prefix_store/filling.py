@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..cache import QAdACache
 from ..cache_file import decode_record
 from ..models import read_token_sizes
+from ..models.latent import has_indexers
 from ..sketch import Layout
 from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
@@ -45,10 +46,15 @@ def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
             f"PrefixStore keeps no prompts of {cache._shared.model.model_type}, which has no full-attention layers: "
             "save() and QAdACache.load keep a whole prompt"
         )
+    name = cache._shared.model.model_type
+    if has_indexers(cache._shared.model.config):
+        raise NotImplementedError(
+            f"PrefixStore keeps no prompts of {name}, whose indexer has keys of its own: save() and QAdACache.load "
+            "keep a whole prompt"
+        )
     if rows > 1 and len(ours) < len(cache.layers):
         raise NotImplementedError(
-            f"PrefixStore keeps no batches of {cache._shared.model.model_type}, which has sliding or linear layers: "
-            "keep rows one by one"
+            f"PrefixStore keeps no batches of {name}, which has sliding or linear layers: keep rows one by one"
         )
     return ours
 

@@ -149,6 +149,16 @@ class QAdALayer(DynamicLayer):
         """What is stored of the tokens that attention is called with; None, if they were not handed out last."""
         return (key, value) if self.incoming is key else None
 
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """What a file keeps of the layer beside its store, by name."""
+        return {}
+
+    def restore_beside(self, kept: dict[str, Tensor]) -> None:
+        """Take it back from a file; ValueError, if it is nothing that this layer keeps, or does not fit."""
+        if kept:
+            raise ValueError(f"layer {self.index} keeps no {', '.join(kept)}")
+
     def check_rows(self, rows: int) -> None:
         """Raise RuntimeError if these are none, or not as many as are held."""
         held = rows if self.store is None else self.store.batch

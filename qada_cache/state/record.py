@@ -64,6 +64,7 @@ def record_layer(layer: QAdALayer) -> dict[str, Any]:
         **{"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded},
         **{"exact": store.exact, "alike": store.alike},
     }
+    record |= {"beside": layer.beside} if layer.beside else {}
     if store.moments is not None:
         record |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
     if bulk.sketch is not None:
@@ -108,6 +109,7 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
     except (KeyError, TypeError, AttributeError) as error:  # a field is missing, or of another kind
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
     layer.seen, layer.padding = record["seen"], padding
+    layer.restore_beside(record.get("beside", {}))
     counted = {name: record[name] for name in COUNTER_NAMES}
     counted["bulk_read_bytes"] += record.get(HITS, 0)
     layer.counters = Counters(**counted)

@@ -172,12 +172,14 @@ class CodedBulk(Bulk):
         """As `Bulk`, in the dtypes of the model."""
         (records,), parts, row = stored, [], rows.indices(len(self.stored))[0]
         count, first = records.shape[2], self.stored[row]
+        coded = coded and self.lengths[row] >= MIN_TOKENS
+        wanted = self.beside if coded else self.beside[:2]  # there may be no records yet
         if isinstance(tokens, Tensor):
-            beside = [held[rows, heads][:, :, tokens[count:] - first] for held in self.beside]
+            beside = [held[rows, heads][:, :, tokens[count:] - first] for held in wanted]
         else:
             start, stop = (max(0, end - first) for end in tokens)
-            beside = [held[rows, heads, start:stop] for held in self.beside]
-        if coded and self.lengths[row] >= MIN_TOKENS:
+            beside = [held[rows, heads, start:stop] for held in wanted]
+        if coded:
             records = torch.cat([records, beside[2]], dim=2) if count else beside[2]
             count, beside = records.shape[2], [held[:, :, :0] for held in beside]
         if count:
@@ -192,11 +194,9 @@ class CodedBulk(Bulk):
                     own = sketch.map(lambda held: held[rows, heads])
                     found = decode_records(records, own, weights, self.layout, **told)
             if found is None:
-                index = (
-                    tokens
-                    if isinstance(tokens, Tensor)
-                    else torch.arange(*tokens, dtype=torch.int64, device=self.device)
-                )
+                index = tokens
+                if not isinstance(index, Tensor):
+                    index = torch.arange(*index, dtype=torch.int64, device=self.device)
                 index = index[:count]
                 predicted = self._predict(rows, heads, index)
                 found = decode_keys(records, predicted, weights, self.layout), decode_values(records, self.layout)

@@ -79,11 +79,7 @@ class Padding:
             differs = _differs_from_causal(own, real)
         flags = torch.stack([agrees.all(), differs, biased, blind])
         said = torch.cat([flags, real.expand(batch, queries).flatten()]).cpu()
-        if said[2]:
-            raise ValueError(
-                "this attention mask adds numbers to scores, which QAdACache does not compute: pass one that shows or "
-                "hides tokens, as bool or as 0 and minus infinity, or use DynamicCache"
-            )
+        refuse_bias(said[2])
         if said[3]:
             raise ValueError(
                 "by this attention mask a new token sees nothing, but is seen: let it see itself, or hide it from all"
@@ -138,6 +134,15 @@ def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Ten
         return mask[:, 0], unbiased
     rows = mask[:, 0] == 0
     return rows, (~rows & ~(mask[:, 0] <= HIDDEN)).any()  # nan is neither
+
+
+def refuse_bias(biased: Any) -> None:
+    """Raise ValueError, if a mask is (a bool, perhaps on a device)."""
+    if biased:
+        raise ValueError(
+            "this attention mask adds numbers to scores, which QAdACache does not compute: pass one that shows or "
+            "hides tokens, as bool or as 0 and minus infinity, or use DynamicCache"
+        )
 
 
 def _differs_from_causal(own: Tensor, real: Tensor) -> Tensor:

@@ -43,16 +43,16 @@ def read_parts(bulk: Bulk, whole: list[list[bool]]) -> Iterator[Part]:
                 yield _view(bulk, slice(row, row + 1), heads, 0, bulk.lengths[row], coded=True)
 
 
-def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]]) -> Iterator[Part]:
+def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]], *, coded: bool = True) -> Iterator[Part]:
     """Some tokens of heads, int64 `[tokens]` on the device each, in this order. Offloaded, they are put together on the
-    host; the next ones are while these are on their way."""
+    host; the next ones are while these are on their way. `coded` as for `Bulk.decode`."""
 
     def start_copies() -> Iterator[tuple[tuple[Head, Tensor], AsyncCopy]]:
         for head, tokens in wanted:
             yield (head, tokens), bulk.gather(head, bulk.choose_stored(head[0], tokens))
 
     for (head, tokens), tensors in double_buffer(start_copies()):
-        yield _make_part(bulk, head, tokens, tensors, coded=True)
+        yield _make_part(bulk, head, tokens, tensors, coded=coded)
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:

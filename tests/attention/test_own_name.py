@@ -110,8 +110,8 @@ def test_a_model_that_asks_for_the_name_is_served(attention: str) -> None:
 @pytest.mark.parametrize("how", ["model", "config"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("prefix", SPARSE)
-def test_sparse_attention_models_keep_their_own_layers(prefix: str, attention: str, how: str) -> None:
-    """Or, in older transformers, are refused when they are used."""
+def test_models_with_an_indexer_are_served_or_keep_their_own_layers(prefix: str, attention: str, how: str) -> None:
+    """The second in older transformers, which cache expanded keys of them."""
     if not hasattr(transformers, f"{prefix}ForCausalLM"):
         pytest.skip(f"this transformers has no {prefix}")
     with patch.dict(FAMILIES, {prefix: (prefix, {**FAMILIES["deepseek_v3"][1], **SPARSE[prefix]})}):
@@ -120,11 +120,11 @@ def test_sparse_attention_models_keep_their_own_layers(prefix: str, attention: s
     ids, mask = prompt(60, 41)
     wanted = forced(model, ids, [48, 5, 1], DynamicCache(config=model.config), mask)
     cache = QAdACache(**{how: model if how == "model" else model.config}, threshold=1.0, moments="current")
+    got, real = forced(model, ids, [48, 5, 1], cache, mask), mask.bool()
     if cache.stats().layers:
-        with pytest.raises((NotImplementedError, RuntimeError), match="DynamicCache"):
-            forced(model, ids, [48, 5, 1], cache, mask)
+        assert (got - wanted)[real].abs().max() <= 1e-4 * wanted[real].abs().max()
     else:
-        assert torch.equal(forced(model, ids, [48, 5, 1], cache, mask), wanted)
+        assert torch.equal(got, wanted)
     assert torch.equal(both(model), before)
 
 
