@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class CacheStats:
             to a power of two. `torch.cuda.host_memory_stats()` has what torch's allocator keeps for later.
         shared_bytes: part of the bulk's bytes: tokens in memory shared with copies of the cache, or in a mapped file.
             Every cache counts them, and they take memory once.
-        device_layers: how many of `layers` have their bulk on the device: of an offloaded one, as many as are within
+        device_layers: how many layers have their own bulk on the device: of an offloaded one, as many as are within
             `device_budget`.
         bulk_read_bytes: bulk bytes read by query-adaptive calls.
         sketch_read_bytes: bytes of the key sketch read by query-adaptive calls.
@@ -135,7 +136,7 @@ def count_layer_bytes(layer: Any) -> tuple[int, int]:
     holders, on_host = [layer], 0
     counted: list[Any] = []
     if isinstance(layer, QAdALayer):
-        counted += [layer.counters, layer.kept_moments]
+        counted += [part for asker in layer.askers for part in (asker.counters, asker.kept_moments)]
         if (store := layer.store) is not None:
             holders += [store, store.moments]
             counted += [store.bulk.sketch, store.bulk if (on_device := is_on_device(layer, store.bulk)) else None]
@@ -158,11 +159,12 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer). All processes of the shard call this
     together, and get the shares of all heads, and sums of bytes and audits."""
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
-    counted = [layer.counters.record for layer in ours]  # before bytes: it sums what is held
+    askers = sorted((asker for layer in ours for asker in layer.askers), key=attrgetter("index"))
+    counted = [asker.counters.record for asker in askers]  # before bytes: it sums what is held
 
     def share(name: str) -> Tensor:
         found = [each[name].flatten().cpu().float() / each["decisions"] for each in counted if each[name] is not None]
-        unknown = torch.full((len(ours), 1), math.nan, dtype=torch.float32, device="cpu")
+        unknown = torch.full((len(askers), 1), math.nan, dtype=torch.float32, device="cpu")
         return shard.gather(torch.stack(found) if found else unknown, 1)
 
     on_device, on_host = count_bytes(cache)
@@ -176,7 +178,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     }
     summed = shard.gather(torch.tensor([list(held.values())], dtype=torch.int64, device="cpu"), 0).sum(dim=0).tolist()
     return CacheStats(
-        layers=tuple(layer.index for layer in ours),
+        layers=tuple(asker.index for asker in askers),
         local_share=share("local_heads"),
         kv_local_share=share("local_groups"),
         steps=max((each["steps"] for each in counted), default=0),
@@ -209,11 +211,12 @@ def describe_stats(cache: DynamicCache, options: Options, model_type: str) -> st
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     tokens += f"{options.bulk_bits} bits, " if options.codes_tokens else ""
-    ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
+    served = [layer.askers for layer in cache.layers if isinstance(layer, QAdALayer)]
+    ours, layers = sum(map(len, served)), max([len(cache.layers), *(1 + each[-1].index for each in served)])
     on_device, on_host = (part / 2**20 for part in count_bytes(cache))
     counted = f"{cache.get_seq_length()} tokens, " if ours else ""  # layers without attention count none
     return (
-        f"QAdACache({model_type}, {ours} of {len(cache.layers)} layers, criterion {criterion}, "
+        f"QAdACache({model_type}, {ours} of {layers} layers, criterion {criterion}, "
         f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "
         f"window, offloading {'on' if options.offloading else 'off'}; {counted}"
         f"device {on_device:.1f} MiB, host {on_host:.1f} MiB)"

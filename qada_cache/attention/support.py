@@ -20,6 +20,7 @@ from ..key_moments.rotation import read_rope_settings
 from ..models import find_full_attention_config, read_sizes
 from ..models.latent import find_latent_sizes
 from ..models.sharding import find_shard
+from ..models.shared_keys import find_readers
 from ..names import PROMPTS
 from ..said_once import warn_once
 from ..sketch.coded import RecordLayout
@@ -63,9 +64,7 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
     way_out = f"use transformers.DynamicCache for {config.model_type}"
     if config.is_encoder_decoder:
         raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
-    modes = getattr(config, "kv_sharing_modes", None) or []  # "store" is no sharing as long as no layer reuses it
-    if getattr(config, "num_kv_shared_layers", 0) or any("reuse" in (mode or "") for mode in modes):
-        raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
+    find_readers(config)
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
     if config.model_type == "recurrent_gemma":  # copies and files would miss the states, which are of the last text
@@ -97,11 +96,13 @@ def warn_of_no_layers(layers: Sequence[Any], config: PreTrainedConfig) -> None:
 def describe_model(
     model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]
 ) -> ManagedModel:
-    """What a cache that serves these layers knows of its model, of which there may be the config alone. What
-    `find_shard` refuses is refused."""
+    """What a cache that serves these layers, and those that read their keys, knows of its model, of which there may be
+    the config alone. What `find_shard` refuses is refused."""
     decoder = find_text_config(model, config)
     latents = find_latent_sizes(decoder) if layers else None
-    told: dict[str, Any] = {"whole_config": config, "layers": tuple(layers), "latents": latents}
+    readers = {index: owner for index, owner in find_readers(decoder).items() if owner in layers}
+    layers = (*layers, *readers)
+    told: dict[str, Any] = {"whole_config": config, "layers": layers, "latents": latents, "readers": readers}
     managed = ManagedModel(decoder.model_type, config=decoder, **told)
     if model is None:
         return managed

@@ -51,6 +51,8 @@ def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
         )
     elif managed.latents is not None:
         why = "holds no steps of latent attention: build the cache without cuda_graph"
+    elif managed.readers:
+        why = "holds no steps of layers that read another layer's keys: build the cache without cuda_graph"
     elif managed.shard is not UNSHARDED:
         why = "holds no steps of a model that processes share: build the cache without cuda_graph"
     if why and asked:

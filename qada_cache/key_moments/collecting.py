@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from ..models import find_full_attention_layers, find_inputs_device, unwrap_mode
 from ..models.latent import check_decides
 from ..models.plain import make_plain
 from ..models.sharding import HeadShard, find_shard
+from ..models.shared_keys import find_readers
 from ..names import PROMPTS, SCHEMES
 from .observing import observe_queries, read_keys
 from .prompts import choose_prompt, make_ids
@@ -35,16 +37,19 @@ LEFT = "with functions"  # of an origin: those that took part beside the weights
 
 
 class QueryEnergies:
-    """The mean square of every channel of a model's queries, gathered while it reads; an observer of
-    `observe_queries`."""
+    """The mean square of every channel of the queries that ask a layer's keys, gathered while a model reads; an
+    observer of `observe_queries`."""
 
-    def __init__(self) -> None:
+    def __init__(self, readers: Mapping[int, int]) -> None:
+        """`readers` as of `find_readers`: their queries ask the keys of others."""
+        self.readers = readers
         self.sums: dict[int, Tensor] = {}
         self.tokens: Counter[int] = Counter()
 
     def __call__(self, layer: int, query: Tensor) -> None:
         """Take in a layer's queries `[batch, heads, tokens, dim]`."""
         squares = query.detach().float().square().sum(dim=(0, 2)).cpu().double()  # [heads, dim]
+        layer = self.readers.get(layer, layer)
         self.sums[layer] = squares + self.sums.get(layer, 0)
         self.tokens[layer] += query.shape[0] * query.shape[2]
 
@@ -141,7 +146,7 @@ def collect(
         # With frequencies of the sequence's length, every chunk would get those of its own.
         chunk = tokens if growing else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
-        energies = QueryEnergies()
+        energies = QueryEnergies(find_readers(config))
         hidden = not progress or shard.rank > 0
         with tqdm(
             total=tokens * len(passes), desc=f"key moments ({kind})", unit="token", leave=False, delay=1, disable=hidden
