@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache
 
 from .models.sharding import HeadShard
@@ -48,7 +49,8 @@ class CacheStats:
 
     Attributes:
         layers: indices of the layers that decide (full attention), the row order of the tables below.
-        local_share: float32 `[layers, query_heads]`, share of decisions that called the query head local; nan if none.
+        local_share: float32 `[layers, query_heads]`, share of decisions that called the query head local; nan if none,
+            and for heads that a layer has fewer of than another.
         kv_local_share: float32 `[layers, kv_heads]`, share with no long-context head in the KV head's group: its bulk
             was not needed for that token.
         steps: query-adaptive forward passes.
@@ -94,12 +96,12 @@ class CacheStats:
     @property
     def sparsity(self) -> float:
         """Share of query-head decisions that said local, over all layers; nan before the first decision."""
-        return self.local_share.mean().item()
+        return _average(self.local_share)
 
     @property
     def kv_sparsity(self) -> float:
         """Share of decisions without need for a KV head's bulk; memory traffic follows KV heads."""
-        return self.kv_local_share.mean().item()
+        return _average(self.kv_local_share)
 
     @property
     def read_share(self) -> float:
@@ -124,6 +126,11 @@ class CacheStats:
             f"{self.tokens} tokens, {decided}; device {self.device_bytes / 2**20:.1f} MiB, host "
             f"{self.host_bytes / 2**20:.1f} MiB, read {self.bulk_read_bytes / 2**20:.1f} MiB{prompts}"
         )
+
+
+def _average(shares: Tensor) -> float:
+    """Of those that are known."""
+    return shares[~shares.isnan()].mean().item()
 
 
 def is_on_device(layer: QAdALayer, bulk: Bulk) -> bool:
@@ -164,8 +171,10 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
 
     def share(name: str) -> Tensor:
         found = [each[name].flatten().cpu().float() / each["decisions"] for each in counted if each[name] is not None]
-        unknown = torch.full((len(askers), 1), math.nan, dtype=torch.float32, device="cpu")
-        return shard.gather(torch.stack(found) if found else unknown, 1)
+        if not found:
+            return shard.gather(torch.full((len(askers), 1), math.nan, dtype=torch.float32, device="cpu"), 1)
+        most = max(map(len, found))
+        return shard.gather(torch.stack([pad(row, (0, most - len(row)), value=math.nan) for row in found]), 1)
 
     on_device, on_host = count_bytes(cache)
     moments = {layer.options.other_moments for layer in ours}

@@ -77,7 +77,9 @@ def list_moments(layer: Asker, store: TokenStore, rows: Rows) -> list[Moments]:
         return found
     if options.other_moments is not None:
         told = layer.keys_of, rows.row_moment_lengths, rows.device, layer.shared.model.shard
-        found.append((*layer.kept_moments.get(options.other_moments, *told), rows.log_tokens))
+        _, kv_heads, _, dim = store.near_keys.shape
+        pair = layer.kept_moments.get(options.other_moments, *told, (kv_heads, dim))
+        found.append((*pair, rows.log_tokens))
     if own is not None:
         found.append((*own.flat, rows.own_log_tokens))
     return found
@@ -116,14 +118,14 @@ def estimate_by_others(
 ) -> Tensor:
     """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]` of queries `[batch, heads, queries, dim]` float32 by
     another prompt's moments: of each query those for its bulk's length."""
-    device, shard = states.device, layer.shared.model.shard
+    told_of: Any = states.device, layer.shared.model.shard, (kv_heads, states.shape[3])
     told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
     if states.shape[2] == 1:
-        pair = layer.kept_moments.get(moments, layer.keys_of, rows.row_moment_lengths, device, shard)
+        pair = layer.kept_moments.get(moments, layer.keys_of, rows.row_moment_lengths, *told_of)
         return gaussian_log_bulk(states, *pair, rows.log_tokens, **told)
     lengths = rows.query_moment_lengths
-    means, covariances = layer.kept_moments.get(moments, layer.keys_of, lengths, device, shard)
-    found = torch.full((), -torch.inf, dtype=torch.float32, device=device)
+    means, covariances = layer.kept_moments.get(moments, layer.keys_of, lengths, *told_of)
+    found = torch.full((), -torch.inf, dtype=torch.float32, device=states.device)
     for length, mean, covariance in zip(
         (0, *lengths), means.split(kv_heads), covariances.split(kv_heads), strict=False
     ):

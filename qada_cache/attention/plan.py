@@ -12,6 +12,7 @@ from ..kernels import choice
 from ..kernels.cpu import compiled_decode
 from ..kernels.operands import Operands
 from ..kernels.storing import Storer, make_storer
+from ..models import read_sizes
 from ..sketch.codec import Sketch
 from ..sketch.coded import Records
 from ..state.asker import Asker
@@ -44,7 +45,10 @@ class Plan:
             shape, device = (kv_heads, self.queries[1] // kv_heads), self.operands.near_keys.device
             long_context = torch.full(shape, criterion != "local", dtype=torch.bool, device="cpu")
             if isinstance(criterion, StaticHeads):
-                own_heads = layer.shared.model.shard.take_own(criterion.long_context[layer.index])
+                table, widest = criterion.long_context, read_sizes(layer.shared.model.config)[1]
+                # A table is of query heads, or of KV heads, and as wide as for the layer that has most of them.
+                own = slice(self.queries[1] if table.shape[1] == widest else kv_heads)
+                own_heads = layer.shared.model.shard.take_own(table[layer.index])[own]
                 long_context &= own_heads.reshape(kv_heads, -1).cpu()  # one entry for a group broadcasts
             constant = torch.full(shape, -torch.inf, dtype=torch.float32, device="cpu")
             constant = constant.masked_fill_(long_context, torch.inf)[None, :, :, None]

@@ -17,7 +17,7 @@ from ..kernels.cpu.building import has_compiler
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
 from ..key_moments.rotation import read_rope_settings
-from ..models import find_full_attention_config, read_sizes
+from ..models import list_sizes, read_sizes
 from ..models.latent import find_latent_sizes
 from ..models.sharding import find_shard
 from ..models.shared_keys import find_readers
@@ -69,7 +69,6 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
     if config.model_type == "recurrent_gemma":  # copies and files would miss the states, which are of the last text
         raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
-    find_full_attention_config(config)
     if model is None:
         return
     # The parts of a model, itself perhaps, that go by its decoder's config; what reads images does not.
@@ -155,8 +154,10 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
     plain = getattr(config, "attn_logit_softcapping", None) is None and not any(
         name.endswith("sinks") for name in named
     )
-    _, heads, kv_heads, dim = read_sizes(config)
-    built = model.dtype in cpu.ELEMENTS and heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
+    built = model.dtype in cpu.ELEMENTS and all(
+        heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
+        for heads, kv_heads, dim in list_sizes(config)
+    )
     on_cpu = all(parameter.device.type == "cpu" for parameter in named.values())
     return plain and built and on_cpu and options.kernels == "auto" and has_compiler()
 

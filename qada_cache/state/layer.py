@@ -97,7 +97,8 @@ class QAdALayer(Asker, DynamicLayer):
         options = self.options
         store.keep_moments(track=options.tracks_moments, update=options.update_moments, kernels=options.kernels)
         energies = options.query_energies
-        own = None if energies is None else self.shared.model.shard.take_own(energies[self.index])
+        heads, dim = map(slice, store.near_keys.shape[1::2])
+        own = None if energies is None else self.shared.model.shard.take_own(energies[self.index])[heads, dim]
         store.keep_sketch(options.sketch_bits, own, select=options.selects_tokens, kernels=options.kernels)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

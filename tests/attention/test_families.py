@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from transformers import (
     Gemma4TextConfig,
     GotOcr2Config,
     GotOcr2ForConditionalGeneration,
-    LlamaConfig,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from qada_cache import QAdACache, StaticHeads, prepare
+from qada_cache import KeyMoments, QAdACache, StaticHeads, prepare
 from qada_cache.attention.latent import LatentLayer
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import CACHE, CACHE_NAMES
@@ -240,12 +240,42 @@ def test_layers_of_two_head_sizes(how: str, tmp_path: Path) -> None:
     prepare(model, moments="current")
 
 
-def test_full_attention_layers_of_two_sizes_are_refused() -> None:
-    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, per_layer_config={0: {"num_key_value_heads": 1}})
-    config._attn_implementation = "sdpa"
-    message = r"llama differ in \(num_attention_heads, num_key_value_heads, head_dim\), .*4, 1, 1024.*4, 4, 1024"
-    with pytest.raises(NotImplementedError, match=message + ".*use transformers.DynamicCache for llama"):
-        QAdACache(config=config)
+def test_full_attention_layers_that_differ_in_their_heads(tmp_path: Path) -> None:
+    """Tables are as wide as for the layer that has most heads, and the others leave the rest of a row."""
+    kv_heads, ids = {0: 1, 1: 2, 2: 4}, prompt(150)[0]
+    sizes = {index: {"num_key_value_heads": count} for index, count in kv_heads.items()}
+    model = tiny(num_hidden_layers=3, per_layer_config=sizes, allow_global_per_layer_attribute_access=True)
+    for index, count in kv_heads.items():  # which its modeling file does not look for
+        module = model.model.layers[index].self_attn
+        module.num_key_value_groups = 4 // count
+        for name in ("k_proj", "v_proj"):
+            setattr(module, name, torch.nn.Linear(32, 8 * count, bias=False))
+            torch.nn.init.normal_(getattr(module, name).weight, std=0.35)
+    wanted = generate(model, ids, DynamicCache(config=model.config))
+    assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-4)
+    assert_close(logits_of(generate(model, ids, exact(model))), logits_of(wanted))
+
+    cache = QAdACache(model, threshold=0.12, group_rule="head", **SMALL)
+    generate(model, ids, cache)
+    cache.save(tmp_path / "cache")
+    stats = QAdACache.load(tmp_path / "cache", model).stats()
+    assert not stats.local_share.isnan().any()
+    assert (~stats.kv_local_share.isnan()).sum(dim=1).tolist() == [1, 2, 4]
+    assert 0 < stats.kv_sparsity <= stats.sparsity < 1
+    moments = KeyMoments.collect(model, prompt="random-tokens", progress=False)
+    for layer, count in kv_heads.items():  # of each its own
+        (found,) = moments.find_layer(layer, [64], torch.device("cpu"), sizes=(count, 8))
+        assert [list(part.shape) for part in found] == [[1, count, 8], [1, count, 8, 8]]
+        assert moments.mean[0, layer, :count].all()
+        assert not moments.mean[0, layer, count:].any()
+    table = torch.zeros(3, 4, dtype=torch.bool)  # by query heads
+    table[:, 2:] = True
+    static = QAdACache(
+        model, criterion=StaticHeads(table), token_threshold=0, moments="current", group_rule="head", **SMALL
+    )
+    generate(model, ids, static)
+    assert static.stats().local_share.tolist() == [[1, 1, 0, 0]] * 3
+    prepare(model, moments="current")
 
 
 def test_a_decoder_in_a_model_that_reads_images() -> None:

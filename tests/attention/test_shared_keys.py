@@ -1,4 +1,5 @@
-"""Layers that read another layer's keys ask its store: nothing is stored twice, and all else is as if they had stored it.
+"""Layers that read another layer's keys ask its store: all is as if they had keys of their own, and nothing is stored
+twice.
 
 The models have the layers of those that are published, at widths that a test can compute: of Gemma 3n and of Gemma 4
 that share keys, and of one that shares none and has fewer KV heads where attention is full.
@@ -194,13 +195,13 @@ def test_copied_keys_are_refused(model: PreTrainedModel, monkeypatch: pytest.Mon
         return forward(self, *given, shared_kv_states=shared_kv_states, **kwargs)
 
     monkeypatch.setattr(type(reader), "forward", on_another_device)
-    with pytest.raises(RuntimeError, match="layer 24 reads the keys of layer 14, .* got a copy of them"):
+    with pytest.raises(RuntimeError, match=r"layer 24 reads the keys of layer 14, .* got a copy of them"):
         generate(model, prompt(60)[0], exact(model, moments="current"))
     assert generate(model, prompt(60)[0], dynamic(model)).sequences.shape[1] > 60
 
 
 def test_queries_of_readers_are_in_the_metric_of_the_sketch(model: PreTrainedModel) -> None:
-    """All that ask a layer's keys count alike, though transformers cuts a prompt's queries where nobody asks for all."""
+    """All that ask a layer's keys count alike, though transformers computes a prompt's last queries alone."""
     energies = QAdACache(model).options.query_energies
     assert energies is not None
     norms = [model.model.layers[index].self_attn.q_norm.weight.data for index in (19, 24, 29, 34)]
