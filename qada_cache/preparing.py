@@ -16,7 +16,7 @@ from .kernels import partial_attention
 from .kernels.cpu import prompt, recording
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
-from .models import find_inputs_device, list_sizes, read_sizes, unwrap_model
+from .models import find_inputs_device, find_value_dim, list_sizes, read_sizes, unwrap_model
 from .names import PROMPTS
 from .sketch import MIN_TOKENS
 from .sketch.coded import RecordLayout
@@ -85,7 +85,7 @@ def _build_for_heads(
     devices: Iterable[torch.device], dtype: torch.dtype, shared: Shared, heads: int, kv_heads: int, dim: int
 ) -> None:
     """Those for layers of these heads, over all processes."""
-    value_dim, group = getattr(shared.model.config, "v_head_dim", None) or dim, heads // kv_heads
+    value_dim, group = find_value_dim(shared.model.config, dim), heads // kv_heads
     kv_heads //= shared.model.shard.size
     for device in devices:
         if device.type in ("cpu", "cuda"):

@@ -26,6 +26,7 @@ from ..storage import TokenStore
 from . import generation
 from .block_mask import read_block_mask
 from .decode import attend_adaptively
+from .differential import DifferentialLayer
 from .exact import attend_exactly, attend_to_prompt
 from .latent import LatentLayer
 from .libraries import build_for_prompt
@@ -85,15 +86,28 @@ def attend(
         softcap = None
     asked = Query(query, scaling, softcap, kwargs.get("s_aux"))
     asker: Asker = layer
-    if layer.lent is None:
-        call = _take_in(layer, store, module, asked, key, value, mask, kwargs)
+    twice = layer if isinstance(layer, DifferentialLayer) else None
+    call: Call | None = layer.lent
+    comes_again = twice is not None and call is None
+    if twice is not None and call is not None:
+        if twice.find_new(key, value) is None:
+            _refuse_second(layer)
+        out = twice.take_second()
     else:
-        call, asker = layer.lent, _find_reader(layer, module, asked, key, value, mask, kwargs)
-    with suspend_autocast(query.device):
-        out = _compute(asker, store, call, asked, config)
+        if call is None:
+            call = _take_in(layer, store, module, asked, key, value, mask, kwargs)
+        else:
+            asker = _find_reader(layer, module, asked, key, value, mask, kwargs)
+        with suspend_autocast(query.device):
+            out = _compute(asker, store, call, asked, config)
+        if twice is not None:
+            out = twice.take_first(out)
     if out is None:
         untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
         out = base(module, query, untagged, value, mask, **kwargs)[0]
+    if comes_again:
+        layer.lent = call
+        return out, None
     if asker is layer.askers[-1]:
         _store(layer, store, call)
         layer.lent = None
@@ -152,6 +166,8 @@ def _take_in(
     if first and (empty or long):
         build_for_prompt(layer, asked, key, value, max(layer.seen, reading.tokens))
     exact = long or visible is not None or queries > layer.adaptive_tokens
+    if isinstance(layer, DifferentialLayer):
+        value = new[1]
     return Call(key, value, new, mask, valid, visible, empty, empty or long, exact)
 
 

@@ -17,7 +17,7 @@ from ..kernels.cpu.building import has_compiler
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
 from ..key_moments.rotation import read_rope_settings
-from ..models import list_sizes, read_sizes
+from ..models import attends_twice, list_sizes, read_sizes
 from ..models.latent import find_latent_sizes
 from ..models.sharding import find_shard
 from ..models.shared_keys import find_readers
@@ -27,6 +27,7 @@ from ..sketch.coded import RecordLayout
 from ..state import DEFAULT_BITS, ManagedModel, Options, Shared
 from ..state.layer import QAdALayer
 from ..versions import find_missing
+from .differential import DifferentialLayer
 from .latent import LatentLayer, read_everything
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,9 @@ def describe_model(
 
 def make_layer(shared: Shared, index: int) -> QAdALayer:
     """An empty layer of the kind that the model has."""
-    return (QAdALayer if shared.model.latents is None else LatentLayer)(shared, index)
+    if shared.model.latents is not None:
+        return LatentLayer(shared, index)
+    return (DifferentialLayer if attends_twice(shared.model.model_type) else QAdALayer)(shared, index)
 
 
 def resolve_options(options: Options, managed: ManagedModel) -> Options:

@@ -74,5 +74,16 @@ def list_token_sizes(config: PreTrainedConfig) -> list[tuple[int, int, int]]:
     """`(kv_heads, dim, value_dim)` of a token as each managed layer stores it; one for all, if they are alike."""
     if (latents := find_latent_sizes(config)) is not None:
         return [(1, latents.dim, 0)]
-    value_dim = getattr(find_full_attention_config(config), "v_head_dim", None)
-    return [(kv_heads, dim, value_dim or dim) for _, kv_heads, dim in list_sizes(config)]
+    return [(kv_heads, dim, find_value_dim(config, dim)) for _, kv_heads, dim in list_sizes(config)]
+
+
+def find_value_dim(config: PreTrainedConfig, dim: int) -> int:
+    """That of a value as it is stored beside a key of `dim` channels."""
+    if attends_twice(config.model_type):
+        return 2 * dim
+    return getattr(find_full_attention_config(config), "v_head_dim", None) or dim
+
+
+def attends_twice(model_type: str) -> bool:
+    """Whether a module of this type of decoder attends twice to its keys, with half of the values' heads each time."""
+    return model_type == "diffllama"

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import EAGER, FAMILIES, LATENT, SMALL, exact, generate, logits_of, prompt, rounding, tiny
+from models import EAGER, FAMILIES, LATENT, SMALL, exact, forced, generate, logits_of, prompt, rounding, tiny
 from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
     DynamicCache,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -25,7 +23,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from qada_cache import KeyMoments, QAdACache, StaticHeads, prepare
+from qada_cache import KeyMoments, PrefixStore, QAdACache, StaticHeads, prepare
+from qada_cache.attention import support
+from qada_cache.attention.differential import DifferentialLayer
 from qada_cache.attention.latent import LatentLayer
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import CACHE, CACHE_NAMES
@@ -44,6 +44,7 @@ LAYERS = {
     "gemma4": [DynamicSlidingWindowLayer, QAdALayer],
     "qwen3_next": [LinearAttentionLayer, QAdALayer],
     "mistral_sliding": [DynamicSlidingWindowLayer, DynamicSlidingWindowLayer],
+    "diffllama": [DifferentialLayer, DifferentialLayer],
     "deepseek_v2": [LatentLayer, LatentLayer],
     "deepseek_v3": [LatentLayer, LatentLayer],
 }
@@ -315,11 +316,28 @@ def test_states_that_a_model_keeps_itself(layers: int) -> None:
         QAdACache(model)
 
 
-def test_attending_twice_to_one_layers_keys() -> None:
-    config = DiffLlamaConfig(**{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-                             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-    model = DiffLlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    with pytest.raises(
-        NotImplementedError, match="diffllama attends more than once to one layer's keys, in that layer"
-    ):
-        generate(model, prompt(40)[0], exact(model), eos_token_id=None)
+@pytest.mark.parametrize("bits", [16, 8])
+def test_attending_twice_to_one_layers_keys(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key is stored with both values that it gives, and selected for both."""
+    model, ids = tiny("diffllama", max_position_embeddings=2048), prompt(1300)[0]
+    wanted = generate(model, ids, DynamicCache(config=model.config), tokens=6)
+    told = {"threshold": 1 - 1e-9, "moments": "current", "token_threshold": 1e-9, "bulk_bits": bits, **SMALL}
+    cache = QAdACache(model, **told)
+    got = generate(model, ids, cache, tokens=6)
+    assert cache.stats().sketch_read_bytes > 0
+    assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-3 if bits == 16 else 0.5)
+    cache.save(tmp_path / "cache")
+    loaded, text = QAdACache.load(tmp_path / "cache", model), wanted.sequences
+    assert torch.equal(forced(model, text[:, -1:], [1], loaded), forced(model, text[:, -1:], [1], cache))
+    store = PrefixStore(tmp_path / "store")
+    store.keep(cache, text)
+    again = store.cache(model, text, **told)
+    assert again.get_seq_length() > 1200
+    if bits == 16:
+        wanted = forced(model, text, [text.shape[1]], DynamicCache(config=model.config))
+        assert torch.allclose(
+            forced(model, text[:, again.get_seq_length() :], [1], again)[:, -1], wanted[:, -1], atol=1e-3
+        )
+    monkeypatch.setattr(support, "attends_twice", lambda model_type: False)
+    with pytest.raises(NotImplementedError, match="diffllama attends more than once to one layer's keys"):
+        generate(model, prompt(40)[0], exact(model, moments="current"))

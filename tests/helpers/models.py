@@ -95,6 +95,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {"head_dim": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 2, "initializer_range": 0.1, **_HYBRID},
     ),
+    "diffllama": ("DiffLlama", {}),  # whose modules attend twice
     "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "gemma3n": ("Gemma3n", _GEMMA3N),
