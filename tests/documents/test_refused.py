@@ -15,6 +15,7 @@ TEXT = (PACKAGE.parent / "docs/refused.md").read_text(encoding="utf-8")
 # They meet a model and its calls: all that they raise is a refusal. The others raise that for arguments and files.
 REFUSING = (
     "block_mask",
+    "call",
     "forward",
     "cache",
     "generation",
