@@ -45,10 +45,11 @@ class Plan:
             shape, device = (kv_heads, self.queries[1] // kv_heads), self.operands.near_keys.device
             long_context = torch.full(shape, criterion != "local", dtype=torch.bool, device="cpu")
             if isinstance(criterion, StaticHeads):
-                table, widest = criterion.long_context, read_sizes(layer.shared.model.config)[1]
-                # A table is of query heads, or of KV heads, and as wide as for the layer that has most of them.
-                own = slice(self.queries[1] if table.shape[1] == widest else kv_heads)
-                own_heads = layer.shared.model.shard.take_own(table[layer.index])[own]
+                own_heads = layer.shared.model.shard.take_own(criterion.long_context[layer.index])
+                config = layer.shared.model.config
+                if config is not None and config.is_heterogeneous:  # a row is as wide as for the layer with most heads
+                    by_query_heads = len(own_heads) == read_sizes(config)[1]
+                    own_heads = own_heads[: self.queries[1] if by_query_heads else kv_heads]
                 long_context &= own_heads.reshape(kv_heads, -1).cpu()  # one entry for a group broadcasts
             constant = torch.full(shape, -torch.inf, dtype=torch.float32, device="cpu")
             constant = constant.masked_fill_(long_context, torch.inf)[None, :, :, None]

@@ -100,7 +100,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "gemma3n": ("Gemma3n", _GEMMA3N),
     # Whose layers of full attention have wider heads, and fewer keys of their own.
-    "gemma4": ("Gemma4", {**_SHARED, "head_dim": 4, "global_head_dim": 8, "use_double_wide_mlp": True}),
+    "gemma4": ("Gemma4", {**_SHARED, "global_head_dim": 16, "use_double_wide_mlp": True, "initializer_range": 0.2}),
     # Not supported, each for a reason of its own.
     "jetmoe": ("JetMoe", {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gptj": ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48, "rotary_dim": 4, "n_positions": 1024}),
