@@ -13,7 +13,7 @@ from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments
 from .key_moments.defaults import combine_sources
-from .models import find_full_attention_config, find_inputs_device, identity
+from .models import find_full_attention_config, find_inputs_device, identity, list_sizes
 from .models.asking import UntoldWeightsError
 from .models.sharding import check_unsharded, count_processes
 from .said_once import warn_once
@@ -40,8 +40,10 @@ _IDENTITY = (
 
 def _read_identity(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a config that have to agree for a cache to fit a model."""
-    config = find_full_attention_config(config)
-    return {name: getattr(config, name, None) for name in _IDENTITY}
+    sizes = list_sizes(config) if config.is_heterogeneous else []
+    own = find_full_attention_config(config)
+    differing = {"sizes": list(map(list, sizes))} if len(sizes) > 1 else {}
+    return {name: getattr(own, name, None) for name in _IDENTITY} | differing
 
 
 def _sample_weights(model: PreTrainedModel) -> list[str]:

@@ -1,5 +1,6 @@
 """`prepare`: collect key moments and compile kernels before the first request."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from .kernels import partial_attention
 from .kernels.cpu import prompt, recording
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
-from .models import find_inputs_device, read_sizes, unwrap_model
+from .models import find_inputs_device, find_value_dim, list_sizes, read_sizes, unwrap_model
 from .names import PROMPTS
 from .sketch import MIN_TOKENS
 from .sketch.coded import RecordLayout
@@ -75,11 +76,20 @@ def prepare(
     seen = shared.options.query_energies if others is None else others
     if seen is not None:  # configs of some models have other numbers
         _, kv_heads, dim = seen.shape
-    value_dim, group = getattr(shared.model.config, "v_head_dim", None) or dim, heads // kv_heads
+    differing = list_sizes(shared.model.config)
+    for of_heads in set(differing) if len(differing) > 1 else ((heads, kv_heads, dim),):
+        _build_for_heads(devices, model.dtype, shared, *of_heads)
+
+
+def _build_for_heads(
+    devices: Iterable[torch.device], dtype: torch.dtype, shared: Shared, heads: int, kv_heads: int, dim: int
+) -> None:
+    """Those for layers of these heads, over all processes."""
+    value_dim, group = find_value_dim(shared.model.config, dim), heads // kv_heads
     kv_heads //= shared.model.shard.size
     for device in devices:
         if device.type in ("cpu", "cuda"):
-            _build_kernels(device, model.dtype, shared, kv_heads=kv_heads, group=group, dim=dim, value_dim=value_dim)
+            _build_kernels(device, dtype, shared, kv_heads=kv_heads, group=group, dim=dim, value_dim=value_dim)
 
 
 def _build_kernels(

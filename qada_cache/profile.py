@@ -86,7 +86,7 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
         stats = cache.stats()
         chosen = stats.decisions or stats.dense_bulk_bytes  # else all calls are exact
         read_share = stats.read_share if chosen else 1.0
-        local = dict(zip(stats.layers, stats.kv_local_share.mean(dim=1).tolist(), strict=True))
+        local = dict(zip(stats.layers, stats.kv_local_share.nanmean(dim=1).tolist(), strict=True))
     layers = [(*count_layer_bytes(layer), local.get(index, 0.0)) for index, layer in enumerate(cache.layers)]
     return Profile(name, prefill_seconds, tokens, read_share, peak_bytes, layers)
 

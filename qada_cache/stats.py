@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicCache
 
 from .models.sharding import HeadShard
@@ -47,7 +49,8 @@ class CacheStats:
 
     Attributes:
         layers: indices of the layers that decide (full attention), the row order of the tables below.
-        local_share: float32 `[layers, query_heads]`, share of decisions that called the query head local; nan if none.
+        local_share: float32 `[layers, query_heads]`, share of decisions that called the query head local; nan if none,
+            and for heads that a layer has fewer of than another.
         kv_local_share: float32 `[layers, kv_heads]`, share with no long-context head in the KV head's group: its bulk
             was not needed for that token.
         steps: query-adaptive forward passes.
@@ -60,7 +63,7 @@ class CacheStats:
             pages, or rounded up to a power of two where torch pins them.
         shared_bytes: part of the bulk's bytes: tokens in memory shared with copies of the cache, or in a mapped file.
             Every cache counts them, and they take memory once.
-        device_layers: how many of `layers` have their bulk on the device: of an offloaded one, as many as are within
+        device_layers: how many layers have their own bulk on the device: of an offloaded one, as many as are within
             `device_budget`.
         bulk_read_bytes: bulk bytes read by query-adaptive calls, and of latents that a model's own indexer picked.
         sketch_read_bytes: bytes of the key sketch read by query-adaptive calls.
@@ -93,12 +96,12 @@ class CacheStats:
     @property
     def sparsity(self) -> float:
         """Share of query-head decisions that said local, over all layers; nan before the first decision."""
-        return self.local_share.mean().item()
+        return _average(self.local_share)
 
     @property
     def kv_sparsity(self) -> float:
         """Share of decisions without need for a KV head's bulk; memory traffic follows KV heads."""
-        return self.kv_local_share.mean().item()
+        return _average(self.kv_local_share)
 
     @property
     def read_share(self) -> float:
@@ -127,6 +130,11 @@ class CacheStats:
         )
 
 
+def _average(shares: Tensor) -> float:
+    """Of those that are known."""
+    return shares[~shares.isnan()].mean().item()
+
+
 def is_on_device(layer: QAdALayer, bulk: Bulk) -> bool:
     """Whether a layer's bulk counts as the device's."""
     return bulk.placed or not layer.options.offloading
@@ -137,7 +145,7 @@ def count_layer_bytes(layer: Any) -> tuple[int, int]:
     holders, on_host = [layer], 0
     counted: list[Any] = []
     if isinstance(layer, QAdALayer):
-        counted += [layer.counters, layer.kept_moments]
+        counted += [part for asker in layer.askers for part in (asker.counters, asker.kept_moments)]
         if (store := layer.store) is not None:
             holders += [store, store.moments]
             counted += [store.bulk.sketch, store.bulk if (on_device := is_on_device(layer, store.bulk)) else None]
@@ -160,12 +168,15 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer). All processes of the shard call this
     together, and get the shares of all heads, and sums of bytes and audits."""
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
-    counted = [layer.counters.record for layer in ours]  # before bytes: it sums what is held
+    askers = sorted((asker for layer in ours for asker in layer.askers), key=attrgetter("index"))
+    counted = [asker.counters.record for asker in askers]  # before bytes: it sums what is held
 
     def share(name: str) -> Tensor:
         found = [each[name].flatten().cpu().float() / each["decisions"] for each in counted if each[name] is not None]
-        unknown = torch.full((len(ours), 1), math.nan, dtype=torch.float32, device="cpu")
-        return shard.gather(torch.stack(found) if found else unknown, 1)
+        if not found:
+            return shard.gather(torch.full((len(askers), 1), math.nan, dtype=torch.float32, device="cpu"), 1)
+        most = max(map(len, found))
+        return shard.gather(torch.stack([pad(row, (0, most - len(row)), value=math.nan) for row in found]), 1)
 
     on_device, on_host = count_bytes(cache)
     moments = {layer.options.other_moments for layer in ours}
@@ -178,7 +189,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     }
     summed = shard.gather(torch.tensor([list(held.values())], dtype=torch.int64, device="cpu"), 0).sum(dim=0).tolist()
     return CacheStats(
-        layers=tuple(layer.index for layer in ours),
+        layers=tuple(asker.index for asker in askers),
         local_share=share("local_heads"),
         kv_local_share=share("local_groups"),
         steps=max((each["steps"] for each in counted), default=0),
@@ -211,11 +222,12 @@ def describe_stats(cache: DynamicCache, options: Options, model_type: str) -> st
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     tokens += f"{options.bulk_bits} bits, " if options.codes_tokens else ""
-    ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
+    served = [layer.askers for layer in cache.layers if isinstance(layer, QAdALayer)]
+    ours, layers = sum(map(len, served)), max([len(cache.layers), *(1 + each[-1].index for each in served)])
     on_device, on_host = (part / 2**20 for part in count_bytes(cache))
     counted = f"{cache.get_seq_length()} tokens, " if ours else ""  # layers without attention count none
     return (
-        f"QAdACache({model_type}, {ours} of {len(cache.layers)} layers, criterion {criterion}, "
+        f"QAdACache({model_type}, {ours} of {layers} layers, criterion {criterion}, "
         f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "
         f"window, offloading {'on' if options.offloading else 'off'}; {counted}"
         f"device {on_device:.1f} MiB, host {on_host:.1f} MiB)"

@@ -185,7 +185,7 @@ class WatchedCache(NoTensors, DynamicCache):
     def _check_handed_back(self) -> None:
         """Raise if keys handed out by the layer reached last did not come to our attention function."""
         reached = self._shared.progress.reached
-        if reached >= 0 and isinstance(layer := self.layers[reached], QAdALayer):
+        if 0 <= reached < len(self.layers) and isinstance(layer := self.layers[reached], QAdALayer):
             layer.check_attended()
 
     def _check_whole(self) -> None:
@@ -280,6 +280,8 @@ class WatchedCache(NoTensors, DynamicCache):
     @functools.cached_property
     def _last_layer(self) -> int:
         """The last layer that calls in every pass; -1: none does."""
+        if readers := self._shared.model.readers:  # which may be no layers of the cache, and are behind all others
+            return max(readers)
         for index in reversed(range(len(self.layers))):
             calls = isinstance(self.layers[index], (CacheLayerMixin, LinearAttentionCacheLayerMixin))
             # In older transformers feed-forward layers have a linear cache and never call it.

@@ -84,7 +84,7 @@ def nothing_built_ahead() -> Iterator[None]:
     """A prompt starts no build that the test may not wait for, and that the next one would take time for. Processes of
     their own do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qada_cache.attention.forward.build_for_prompt", lambda *_: None)
+        patch.setattr("qada_cache.attention.call.build_for_prompt", lambda *_: None)
         yield
 
 

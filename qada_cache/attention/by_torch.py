@@ -21,13 +21,13 @@ from ..kernels.query_adaptive import (
     select,
     sum_local,
 )
-from ..state.layer import QAdALayer
+from ..state.asker import Asker
 from ..state.observation import Observation
 from ..storage import TokenStore, reading
 
 
 def attend_by_torch(
-    layer: QAdALayer, store: TokenStore, query: Query, rows: Rows, operands: Operands
+    layer: Asker, store: TokenStore, query: Query, rows: Rows, operands: Operands
 ) -> tuple[Tensor, Tensor]:
     """Compute a call for `decode.attend_adaptively`, and tell of it if the layer is observed: the output, as there, and
     bool flags `[batch, kv_heads, group, queries]`. Heads decide and select, then tokens are gathered and attended to.
@@ -70,7 +70,7 @@ def attend_by_torch(
 
 
 def attend_bulk(
-    layer: QAdALayer,
+    layer: Asker,
     store: TokenStore,
     query: Query,
     operands: Operands,
@@ -110,7 +110,7 @@ def sum_bulk(scores: Tensor, rows: Rows, bulk_lse: Tensor) -> Tensor:
     return torch.logaddexp(log_pending, bulk_lse.view_as(log_pending))
 
 
-def observe(layer: QAdALayer, seen: Observation) -> None:
+def observe(layer: Asker, seen: Observation) -> None:
     """Tell the cache's observer of a call, and an audit if it is the layer's turn."""
     if layer.shared.observer is not None:
         layer.shared.observer(seen)
@@ -119,7 +119,7 @@ def observe(layer: QAdALayer, seen: Observation) -> None:
     seen.close()
 
 
-def audit(layer: QAdALayer, seen: Observation) -> None:
+def audit(layer: Asker, seen: Observation) -> None:
     """Count how one call's decisions compare with the truth, on the device: see `CacheStats.audit`."""
     log_local, log_bulk, flags = seen.log_local, seen.true_log_bulk, seen.flags
     decided = seen.rows.decided.unsqueeze(2)
@@ -142,9 +142,7 @@ def _has_float64(device: torch.device) -> bool:
     return True
 
 
-def _count_sketch_bytes(
-    layer: QAdALayer, store: TokenStore, selecting: list[list[bool]], whole: list[list[bool]]
-) -> None:
+def _count_sketch_bytes(layer: Asker, store: TokenStore, selecting: list[list[bool]], whole: list[list[bool]]) -> None:
     """Count what heads have read of the sketch."""
     bulk, counters = store.bulk, layer.counters
     in_records = bulk.records is not None

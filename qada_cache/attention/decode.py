@@ -10,7 +10,7 @@ from ..kernels.cpu import compiled_decode
 from ..kernels.operands import Query, Rows
 from ..kernels.storing import Moments
 from ..key_moments import KeyMoments
-from ..state.layer import QAdALayer
+from ..state.asker import Asker
 from ..storage import TokenStore
 from .by_torch import attend_by_torch
 from .plan import Plan, find_plan
@@ -18,7 +18,7 @@ from .plan import Plan, find_plan
 TURN_TOKENS = 512  # more, where the window is as long, are matrices enough for torch
 
 
-def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tensor:
+def attend_adaptively(layer: Asker, store: TokenStore, query: Query) -> Tensor:
     """Query-adaptive attention: each head reads its sinks and window, a long-context head its bulk as well.
 
     The call's own tokens have been appended to `store` already, those of `query.unstored` without being written; every
@@ -58,7 +58,7 @@ def attend_adaptively(layer: QAdALayer, store: TokenStore, query: Query) -> Tens
     return out
 
 
-def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
+def takes_turns(layer: Asker, store: TokenStore, states: Tensor) -> bool:
     """Whether kernels for single tokens are to compute several `[batch, heads, queries, dim]`. Heads that are read
     whole are read once for all tokens by torch, and by these once for each, so only if tokens are selected. The CPU's
     takes one row; by Triton's every token reads for itself."""
@@ -68,7 +68,7 @@ def takes_turns(layer: QAdALayer, store: TokenStore, states: Tensor) -> bool:
     return not states.is_cpu or options.kernels == "triton" or len(states) == 1
 
 
-def list_moments(layer: QAdALayer, store: TokenStore, rows: Rows) -> list[Moments]:
+def list_moments(layer: Asker, store: TokenStore, rows: Rows) -> list[Moments]:
     """By which `estimate_log_bulk` estimates that of single queries, the larger estimate of each; none, if it goes by
     something else too."""
     options, own, found = layer.options, store.moments, list[Moments]()
@@ -76,14 +76,16 @@ def list_moments(layer: QAdALayer, store: TokenStore, rows: Rows) -> list[Moment
     if options.criterion != "gaussian" or not rows.decisions or frozen:
         return found
     if options.other_moments is not None:
-        told = layer.index, rows.row_moment_lengths, rows.device, layer.shared.model.shard
-        found.append((*layer.kept_moments.get(options.other_moments, *told), rows.log_tokens))
+        told = layer.keys_of, rows.row_moment_lengths, rows.device, layer.shared.model.shard
+        _, kv_heads, _, dim = store.near_keys.shape
+        pair = layer.kept_moments.get(options.other_moments, *told, (kv_heads, dim))
+        found.append((*pair, rows.log_tokens))
     if own is not None:
         found.append((*own.flat, rows.own_log_tokens))
     return found
 
 
-def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: Rows, plan: Plan) -> Tensor | None:
+def estimate_log_bulk(layer: Asker, store: TokenStore, query: Query, rows: Rows, plan: Plan) -> Tensor | None:
     """The `log A_bulk` that heads decide by, as `Query` has it; None for "oracle", which is to know it.
 
     By "gaussian" eq. 7's, the larger one of two estimates, and `+inf` where nothing is known of the bulk, so that it is
@@ -95,7 +97,7 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
     if options.criterion == "gaussian" and rows.decisions:
         states = query.states.float()
         if options.other_moments is not None:
-            found = estimate_by_others(options.other_moments, layer, states, query, rows)
+            found = estimate_by_others(options.other_moments, layer, states, query, rows, kv_heads)
         if (own := store.moments) is not None:
             told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
             estimate = gaussian_log_bulk(states, *own.flat, rows.own_log_tokens, **told)
@@ -111,18 +113,19 @@ def estimate_log_bulk(layer: QAdALayer, store: TokenStore, query: Query, rows: R
     return plan.find_constant(layer)
 
 
-def estimate_by_others(moments: KeyMoments, layer: QAdALayer, states: Tensor, query: Query, rows: Rows) -> Tensor:
+def estimate_by_others(
+    moments: KeyMoments, layer: Asker, states: Tensor, query: Query, rows: Rows, kv_heads: int
+) -> Tensor:
     """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]` of queries `[batch, heads, queries, dim]` float32 by
     another prompt's moments: of each query those for its bulk's length."""
-    assert layer.store is not None
-    device, shard, kv_heads = states.device, layer.shared.model.shard, layer.store.near_keys.shape[1]
+    told_of: Any = states.device, layer.shared.model.shard, (kv_heads, states.shape[3])
     told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
     if states.shape[2] == 1:
-        pair = layer.kept_moments.get(moments, layer.index, rows.row_moment_lengths, device, shard)
+        pair = layer.kept_moments.get(moments, layer.keys_of, rows.row_moment_lengths, *told_of)
         return gaussian_log_bulk(states, *pair, rows.log_tokens, **told)
     lengths = rows.query_moment_lengths
-    means, covariances = layer.kept_moments.get(moments, layer.index, lengths, device, shard)
-    found = torch.full((), -torch.inf, dtype=torch.float32, device=device)
+    means, covariances = layer.kept_moments.get(moments, layer.keys_of, lengths, *told_of)
+    found = torch.full((), -torch.inf, dtype=torch.float32, device=states.device)
     for length, mean, covariance in zip(
         (0, *lengths), means.split(kv_heads), covariances.split(kv_heads), strict=False
     ):

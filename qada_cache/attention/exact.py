@@ -11,6 +11,7 @@ from ..kernels import merge_partials, partial_attention
 from ..kernels.cpu import prompt, selected_prompt
 from ..kernels.operands import Query
 from ..kernels.prompt_choice import find_selected_attention
+from ..state.asker import Asker
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.padding import find_real_tokens
@@ -19,16 +20,16 @@ from . import joined
 from .latent import LatentAttention, LatentLayer
 
 
-def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
+def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
     """Causal attention of a prompt over itself by our kernels, exact but for `prefill_threshold`: `[batch, tokens,
     heads, value_dim]` in the query's dtype, zeros for padding; None where the model's own attention is to serve. Shapes
     as for `attend_exactly`."""
     states = query.states
     if layer.options.kernels == "torch" or query.softcap is not None or query.sink_logits is not None:
         return None
-    if query.visible is not None:
-        return None
     (batch, heads, tokens), options = states.shape[:3], layer.options
+    if query.visible is not None or tokens < key.shape[2]:
+        return None
     if options.prefill_threshold > 0 and query.valid is None:
         select = find_selected_attention(states, key, value, options.kernels)
         if select is not None:
@@ -53,15 +54,17 @@ def attend_to_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor)
     return out
 
 
-def attend_to_chunk(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
+def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
     """As `attend_exactly` of a chunk of `generate`'s prompt, but by selection, if a `prefill_threshold` asks for it and
     our kernel serves; else None. Keys and values of a row are joined for it."""
     states = query.states
     plain = query.softcap is None and query.sink_logits is None and query.visible is None and query.valid is None
     asked = layer.options.prefill_threshold > 0 and layer.options.kernels != "torch"
-    if not plain or not asked or not layer.shared.forward_pass.prompt_tokens or layer.padding.known.numel():
+    if not plain or not asked or not layer.shared.forward_pass.prompt_tokens:
         return None
-    if isinstance(layer, LatentLayer) or not all(dtype == states.dtype for dtype in store.dtypes):
+    if not isinstance(layer, QAdALayer) or isinstance(layer, LatentLayer) or layer.padding.known.numel():
+        return None
+    if not all(dtype == states.dtype for dtype in store.dtypes):
         return None
     out = states.new_empty(*states.shape[:3], value.shape[3])
     for row in range(len(states)):
@@ -75,7 +78,7 @@ def attend_to_chunk(layer: QAdALayer, store: TokenStore, query: Query, key: Tens
     return out
 
 
-def _select_by_cpu(layer: QAdALayer, scaling: float, call: Sequence[Tensor], out: Tensor) -> None:
+def _select_by_cpu(layer: Asker, scaling: float, call: Sequence[Tensor], out: Tensor) -> None:
     """`selected_attention` of a prompt or a chunk of one row, with what the layer's options and counters say."""
     query, key, value = call
     told: dict[str, Any] = {"sinks": layer.options.sink_tokens, "window": layer.options.window}
@@ -85,7 +88,7 @@ def _select_by_cpu(layer: QAdALayer, scaling: float, call: Sequence[Tensor], out
     layer.counters.prompt_pairs += prompt.count_pairs(query, key)
 
 
-def _select(select: Callable[..., Tensor], layer: QAdALayer, query: Query, key: Tensor, value: Tensor) -> Tensor:
+def _select(select: Callable[..., Tensor], layer: Asker, query: Query, key: Tensor, value: Tensor) -> Tensor:
     """What `attend_to_prompt` returns, by a kernel that `find_selected_attention` found."""
     batch, heads, tokens = query.states.shape[:3]
     out, options = query.states.new_empty(batch, tokens, heads, value.shape[3]), layer.options
@@ -97,13 +100,14 @@ def _select(select: Callable[..., Tensor], layer: QAdALayer, query: Query, key: 
     return out
 
 
-def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
+def attend_exactly(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
     """Exact attention of new tokens over everything cached and, causally or by a mask, over themselves; by selection
     of chunks of a prompt, where `attend_to_chunk` serves.
 
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
-    `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`, expanded ones of a `LatentLayer`. The result
-    is `[batch, heads, tokens, value_dim]` in the query's dtype, zeros for padding.
+    `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`, expanded ones of a `LatentLayer`. Queries
+    are those of the last tokens, of all as a rule; `valid` and `visible` of the query are of all. The result is
+    `[batch, heads, queries, value_dim]` in the query's dtype, zeros for padding.
     """
     if (selected := attend_to_chunk(layer, store, query, key, value)) is not None:
         return selected
@@ -112,25 +116,35 @@ def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tenso
     states, valid, visible, sink_logits = query.states, query.valid, query.visible, query.sink_logits
     result = states.new_zeros(*states.shape[:-1], value.shape[-1])
     alike = valid is None and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
-    batch, heads = states.shape[:2]
+    (batch, heads, queries), asked = states.shape[:3], valid
+    if fewer := queries < key.shape[2]:
+        asked = None if valid is None else valid[:, -queries:]
     latents = LatentAttention(layer, store, query, value.shape[-1]) if isinstance(layer, LatentLayer) else None
     kwargs: dict[str, Any] = {"scaling": query.scaling, "softcap": query.softcap, "kernels": layer.options.kernels}
     for rows in [slice(0, batch)] if alike else [slice(row, row + 1) for row in range(batch)]:
-        real = slice(None) if valid is None else find_real_tokens(valid, rows.start, states.device)
-        new_query, new_key, new_value = (part[rows][:, :, real] for part in (states, key, value))
-        kv_heads, tokens = new_key.shape[1:3]
+        real, shown = (
+            slice(None) if known is None else find_real_tokens(known, rows.start, states.device)
+            for known in (valid, asked)
+        )
+        new_query, new_key, new_value = states[rows][:, :, shown], *(part[rows][:, :, real] for part in (key, value))
+        kv_heads, tokens = new_key.shape[1], new_query.shape[2]
         group = heads // kv_heads
-        if not tokens:  # this row is padding from end to end of the call
+        if not tokens:  # this row is padding from end to end of the queries
             continue
         grouped_queries = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
         own = (part.repeat_interleave(group, dim=1) for part in (new_key, new_value))
-        mask = None if visible is None else visible.expand(batch, -1, -1)[rows, None, real][..., real]
+        mask = None
+        if visible is not None:
+            mask = visible.expand(batch, -1, -1)[rows, None, -queries:][:, :, shown][..., real]
+        elif fewer:
+            behind = new_key.shape[2] - tokens
+            mask = states.new_ones(1, 1, tokens, new_key.shape[2], dtype=torch.bool).tril(behind)
         out, lse = partial_attention(new_query, *own, mask=mask, causal=mask is None, **kwargs)
         if sink_logits is not None:
             out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
         if latents is not None:
             out, lse = merge_partials(out, lse, *latents.attend(rows, new_query))
-            result[rows, :, real] = out.to(states.dtype)
+            result[rows, :, shown] = out.to(states.dtype)
             continue
         out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])
         for keys, values in store.view_near(rows):
@@ -140,5 +154,5 @@ def attend_exactly(layer: QAdALayer, store: TokenStore, query: Query, key: Tenso
             far = partial_attention(grouped_queries[at], part.keys, part.values, **kwargs)
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
             layer.counters.streamed_bytes += part.bulk_read_bytes
-        result[rows, :, real] = out.reshape(*new_query.shape[:3], -1).to(states.dtype)
+        result[rows, :, shown] = out.reshape(*new_query.shape[:3], -1).to(states.dtype)
     return result

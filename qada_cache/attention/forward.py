@@ -6,52 +6,27 @@ computes, any other call it passes on to what the model would have called. So ot
 did.
 """
 
-import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import BlockMask, causal_mask_function
+from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..kernels.operands import Query
-from ..kernels.reference import suspend_autocast
 from ..models import attention_table, decoder_forward, latent, unwrap_model
-from ..models.sharding import UNSHARDED, check_sharding
-from ..process_memory import trim_growth
-from ..state.layer import QAdALayer, Seen
+from ..state.layer import Seen
 from . import generation
-from .block_mask import read_block_mask
-from .decode import attend_adaptively
-from .exact import attend_exactly, attend_to_prompt
-from .indexed import IndexedLayer, attend_to_picked
-from .latent import LatentLayer, find_expanding_layer, is_expanding
-from .libraries import build_for_prompt
-
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
+from .call import Attention, attend, check_shared_keys
+from .latent import find_expanding_layer, is_expanding
 
 # Beside the names of flash attention, which are those of kernels from the Hub, too.
 _SERVED = ("eager", "sdpa", "flex_attention")
 # The name that was in each config when its last cache was built. Configs are compared by identity.
 _switched_on: Any = WeakIdKeyDictionary()
-
-# Arguments some models hand to attention that change its result in ways this cache does not compute.
-_UNSUPPORTED = {
-    "sinks": "learned attention sinks",
-    "position_bias": "a position bias",
-    "sliding_window": "a sliding window on a layer the config calls full attention",
-    "indices": "sparse attention indices",
-    "block_indices": "sparse attention indices",
-    "cache": "paged attention",
-    "cu_seq_lens_q": "texts packed into one row",
-}
-
-_NOT_IN_TRITON = {"s_aux": "learned attention sinks", "softcap": "soft-capped scores"}
 
 # For torch.compile: what is read depends on what the keys hold, and it is stored in place.
 outside_graphs = torch.compiler.disable(
@@ -143,6 +118,8 @@ def attention_forward(
     if layer is None and is_expanding():
         layer = _find_latent_layer(module, key)
     if layer is None:
+        if hasattr(module, "is_kv_shared_layer"):  # as modules of all models whose layers share keys
+            _check_shared_keys(module)
         if not torch.compiler.is_compiling():
             generation.warn_of_unused(module, key.shape[-2])
         return base(module, query, key, value, attention_mask, **kwargs)
@@ -166,131 +143,5 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 _find_latent_layer = outside_graphs(find_expanding_layer)
-
-
-@outside_graphs
-def _attend(
-    layer: QAdALayer,
-    base: Attention,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    kwargs: dict,
-) -> tuple[Tensor, Tensor | None]:
-    """`attention_forward` for keys that a layer of a QAdACache handed out."""
-    # A layer without a store has handed out nothing.
-    if layer.store is None or (new := layer.find_new(key, value)) is None:
-        raise NotImplementedError(
-            f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
-            "which QAdACache does not support: use transformers.DynamicCache for this model"
-        )
-    batch, _, queries, dim = query.shape
-    first = layer.index == layer.shared.model.layers[0]  # of the pass
-    config = cast(PreTrainedConfig, module.config)  # a look into it takes as long as a small product: not at every call
-    try:
-        _check_supported(module, layer, queries, kwargs, first=first)
-        if isinstance(layer, LatentLayer):
-            layer.check_module(module, key, value)
-        told = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
-        is_bool = told is mask and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
-        if is_bool and (name := config._attn_implementation) in ("eager", "flex_attention"):
-            raise ValueError(
-                f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
-                "the model with attn_implementation='sdpa'"
-            )
-        if not isinstance(layer, IndexedLayer):
-            layer.padding, valid, visible = layer.shared.forward_pass.read_padding(
-                layer.padding, told, batch=batch, seen=layer.seen, queries=queries, first=first
-            )
-        else:
-            valid, visible = None, layer.read_picked(told, batch=batch, queries=queries)
-    except (NotImplementedError, RuntimeError, ValueError):
-        layer.abandon(queries)
-        raise
-    scaling = dim**-0.5 if kwargs["scaling"] is None else kwargs["scaling"]
-    softcap = kwargs.get("softcap")
-    # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
-    if softcap is not None and config._attn_implementation == "sdpa":
-        softcap = None
-    asked = Query(query, scaling, softcap, kwargs.get("s_aux"), valid, visible)
-    if isinstance(layer, IndexedLayer):
-        untagged = key.view_as(key)
-        return attend_to_picked(layer, asked, lambda: base(module, query, untagged, value, mask, **kwargs)[0]), None
-    forward_pass = layer.shared.forward_pass
-    if first:
-        # After a decoded token there are pending ones beside the window, and a single token is no chunk.
-        may_be_chunk = queries > 1 or layer.store.end <= layer.options.window
-        reading = generation.find_prompt() if may_be_chunk else generation.Prompt(False, 0)
-        forward_pass.is_prefill_chunk = reading.in_chunks
-        forward_pass.prompt_tokens = reading.tokens if reading.in_chunks else 0
-    empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
-    if first and (empty or long):
-        build_for_prompt(layer, asked, key, value, max(layer.seen, reading.tokens))
-    exact = long or visible is not None or queries > layer.adaptive_tokens
-    if empty:
-        untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
-        # Without a mask only these know that a prompt is causal, and a mask of another shape is theirs to read.
-        known = config._attn_implementation == "sdpa" and (mask is None or mask.dim() == 4)
-        with suspend_autocast(query.device):
-            found = attend_to_prompt(layer, asked, key, value) if known else None
-        out = base(module, query, untagged, value, mask, **kwargs)[0] if found is None else found
-    else:
-        if exact:
-            work = partial(attend_exactly, layer, layer.store, asked, key, value)
-        else:
-            layer.store.bulk.settle()
-            layer.store.append(*new, valid, write=False)
-            asked.unstored = new if valid is None else None
-            work = partial(attend_adaptively, layer, layer.store, asked)
-        with suspend_autocast(query.device):
-            out = layer.shared.placement.retry(work, query.device)
-        out = out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
-    if empty or long:
-        layer.plan = None
-        layer.store.bulk.expected = forward_pass.prompt_tokens
-        layer.store.absorb(*new, valid)
-        if query.device.type == "cpu":
-            trim_growth()
-    elif exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
-        layer.plan = None
-        layer.store.append(*new, valid)
-    layer.incoming = None
-    return out, None
-
-
-def _check_supported(module: nn.Module, layer: QAdALayer, tokens: int, kwargs: dict, *, first: bool) -> None:
-    managed = layer.shared.model
-    name = managed.model_type
-    way_out = "use transformers.DynamicCache for this model"
-    for argument, meaning in () if kwargs.keys().isdisjoint(_UNSUPPORTED) else _UNSUPPORTED.items():
-        if kwargs.get(argument) is not None:
-            raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
-    for argument, meaning in _NOT_IN_TRITON.items() if layer.options.kernels == "triton" else ():
-        if kwargs.get(argument) is not None:
-            raise NotImplementedError(
-                f"no Triton kernel computes {meaning} ({argument}), as {name} uses: use kernels='auto'"
-            )
-    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
-    # Once a pass: a look into the config takes as long as the other checks.
-    if kwargs.get("output_attentions") or (first and cast(PreTrainedConfig, module.config).output_attentions):
-        raise NotImplementedError(
-            "QAdACache cannot return attention weights, as it never computes most of them: "
-            "drop output_attentions=True, or use transformers.DynamicCache with attn_implementation='eager'"
-        )
-    if module.training or kwargs["dropout"]:
-        raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
-    if managed.config is not None and managed.config is not module.config:
-        generation.refuse_other_model(name)
-    if first and 1 < tokens < layer.seen:
-        generation.warn_of_repeated()
-    if layer.bound_module is None or layer.seen == tokens:  # nothing cached yet: another module may have it
-        if managed.shard is UNSHARDED:  # as far as is known, of a cache that was built from a config alone
-            check_sharding(module, name)
-        layer.bound_module = weakref.ref(module)
-    elif layer.bound_module() is not module:
-        raise RuntimeError(
-            "this QAdACache already holds tokens of another model: build one QAdACache per model, or reset() it first"
-        )
+_check_shared_keys = outside_graphs(check_shared_keys)
+_attend = outside_graphs(attend)

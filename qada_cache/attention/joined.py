@@ -6,7 +6,7 @@ from ..kernels import merge_partials
 from ..kernels.copying import find_copier
 from ..kernels.lower_right import attend_to_all
 from ..kernels.operands import Query
-from ..state.layer import QAdALayer
+from ..state.asker import Asker
 from ..storage import TokenStore
 from ..storage.reading import read_together, view_beside
 from .latent import LatentLayer
@@ -16,7 +16,7 @@ DEVICES = ("cuda",)  # where launches do
 JOINED_BYTES = 1 << 26
 
 
-def can_join(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> bool:
+def can_join(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> bool:
     """Whether `attend_to_joined` computes this call of `attend_exactly`: rows alike, and no mask but the causal one."""
     if key.device.type not in DEVICES or isinstance(layer, LatentLayer):
         return False
@@ -25,7 +25,7 @@ def can_join(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, val
     return plain and len(dtypes) == 1 and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
 
 
-def attend_to_joined(layer: QAdALayer, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
+def attend_to_joined(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
     """As `exact.attend_exactly`, for the calls that this serves. `out` of torch's operator is rounded to the query's
     dtype, and merged in float32."""
     bulk, states, found, kernels = store.bulk, query.states, None, layer.options.kernels

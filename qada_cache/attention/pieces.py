@@ -41,5 +41,7 @@ def compute_in_pieces(
         hidden.append(result.last_hidden_state)
         start = stop
     assert result is not None
-    result.last_hidden_state = torch.cat(hidden, dim=1)
+    joined, kept = torch.cat(hidden, dim=1), kwargs.get("logits_to_keep")
+    # Layers that read another's keys may have been given the last tokens of a piece alone.
+    result.last_hidden_state = joined if not kept or joined.shape[1] == tokens else joined[:, -kept:]
     return result

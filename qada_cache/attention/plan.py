@@ -12,9 +12,10 @@ from ..kernels import choice
 from ..kernels.cpu import compiled_decode
 from ..kernels.operands import Operands
 from ..kernels.storing import Storer, make_storer
+from ..models import read_sizes
 from ..sketch.codec import Sketch
 from ..sketch.coded import Records
-from ..state.layer import QAdALayer
+from ..state.asker import Asker
 from ..storage import TokenStore
 
 CHECKS = False  # whether every plan that is used is compared with one made anew, as the tests have it
@@ -36,7 +37,7 @@ class Plan:
     def __deepcopy__(self, memo: dict) -> None:
         return None
 
-    def find_constant(self, layer: QAdALayer) -> Tensor:
+    def find_constant(self, layer: Asker) -> Tensor:
         """`Query.log_bulk` of criteria that compare no masses, and of queries without a bulk: `+inf` for long-context
         heads, `-inf` for local ones, float32 `[1, kv_heads, group, 1]`."""
         if self.constant is None:
@@ -45,6 +46,10 @@ class Plan:
             long_context = torch.full(shape, criterion != "local", dtype=torch.bool, device="cpu")
             if isinstance(criterion, StaticHeads):
                 own_heads = layer.shared.model.shard.take_own(criterion.long_context[layer.index])
+                config = layer.shared.model.config
+                if config is not None and config.is_heterogeneous:  # a row is as wide as for the layer with most heads
+                    by_query_heads = len(own_heads) == read_sizes(config)[1]
+                    own_heads = own_heads[: self.queries[1] if by_query_heads else kv_heads]
                 long_context &= own_heads.reshape(kv_heads, -1).cpu()  # one entry for a group broadcasts
             constant = torch.full(shape, -torch.inf, dtype=torch.float32, device="cpu")
             constant = constant.masked_fill_(long_context, torch.inf)[None, :, :, None]
@@ -52,7 +57,7 @@ class Plan:
         return self.constant
 
 
-def find_plan(layer: QAdALayer, store: TokenStore, states: Tensor, *, by_kernel: bool) -> Plan:
+def find_plan(layer: Asker, store: TokenStore, states: Tensor, *, by_kernel: bool) -> Plan:
     """The layer's, for queries `[batch, heads, queries, dim]`; torch computes them unless `by_kernel` is allowed."""
     kind, version = (by_kernel, states.shape, states.dtype, states.device), store.version
 
@@ -69,7 +74,7 @@ def find_plan(layer: QAdALayer, store: TokenStore, states: Tensor, *, by_kernel:
     return plan
 
 
-def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Operands:
+def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operands:
     """What the layer has for a call; what a kernel reads in place, and where it counts, if one computes it."""
     bulk, sketch, options, counters = store.bulk, store.sketch, layer.options, layer.counters
     # Criteria that compare no masses need a finite threshold.
@@ -89,7 +94,7 @@ def find_operands(layer: QAdALayer, store: TokenStore, *, by_kernel: bool) -> Op
     return found
 
 
-def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable | None:
+def find_kernel(layer: Asker, store: TokenStore, states: Tensor) -> Callable | None:
     """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
@@ -99,7 +104,7 @@ def find_kernel(layer: QAdALayer, store: TokenStore, states: Tensor) -> Callable
     return choice.choose_kernel(*call, layout=layout, records=records, turn=states.shape[2] > 1)
 
 
-def find_storer(layer: QAdALayer, store: TokenStore, states: Tensor, kernel: Callable | None) -> Storer | None:
+def find_storer(layer: Asker, store: TokenStore, states: Tensor, kernel: Callable | None) -> Storer | None:
     """What stores a token before `kernel` is launched for queries `[batch, heads, queries, dim]`."""
     if kernel is None or states.shape[2] > 1 or kernel is compiled_decode.fused_decode:  # which stores it itself
         return None

@@ -17,15 +17,17 @@ from ..kernels.cpu.building import has_compiler
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
 from ..key_moments.rotation import read_rope_settings
-from ..models import find_full_attention_config, read_sizes
+from ..models import attends_twice, list_sizes, read_sizes
 from ..models.latent import INDEXED, find_latent_sizes
 from ..models.sharding import find_shard
+from ..models.shared_keys import find_readers
 from ..names import PROMPTS
 from ..said_once import warn_once
 from ..sketch.coded import RecordLayout
 from ..state import DEFAULT_BITS, ManagedModel, Options, Shared
 from ..state.layer import QAdALayer
 from ..versions import find_missing
+from .differential import DifferentialLayer
 from .indexed import IndexedLayer
 from .latent import LatentLayer, read_everything
 
@@ -64,14 +66,11 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
     way_out = f"use transformers.DynamicCache for {config.model_type}"
     if config.is_encoder_decoder:
         raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
-    modes = getattr(config, "kv_sharing_modes", None) or []  # "store" is no sharing as long as no layer reuses it
-    if getattr(config, "num_kv_shared_layers", 0) or any("reuse" in (mode or "") for mode in modes):
-        raise NotImplementedError(f"QAdACache does not support layers that share another layer's keys: {way_out}")
+    find_readers(config)
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
     if config.model_type == "recurrent_gemma":  # copies and files would miss the states, which are of the last text
         raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
-    find_full_attention_config(config)
     if model is None:
         return
     # The parts of a model, itself perhaps, that go by its decoder's config; what reads images does not.
@@ -98,11 +97,13 @@ def warn_of_no_layers(layers: Sequence[Any], config: PreTrainedConfig) -> None:
 def describe_model(
     model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]
 ) -> ManagedModel:
-    """What a cache that serves these layers knows of its model, of which there may be the config alone. What
-    `find_shard` refuses is refused."""
+    """What a cache that serves these layers, and those that read their keys, knows of its model, of which there may be
+    the config alone. What `find_shard` refuses is refused."""
     decoder = find_text_config(model, config)
     latents = find_latent_sizes(decoder) if layers else None
-    told: dict[str, Any] = {"whole_config": config, "layers": tuple(layers), "latents": latents}
+    readers = {index: owner for index, owner in find_readers(decoder).items() if owner in layers}
+    layers = (*layers, *readers)
+    told: dict[str, Any] = {"whole_config": config, "layers": layers, "latents": latents, "readers": readers}
     managed = ManagedModel(decoder.model_type, config=decoder, **told)
     if model is None:
         return managed
@@ -113,7 +114,7 @@ def describe_model(
 def make_layer(shared: Shared, index: int) -> QAdALayer:
     """An empty layer of the kind that the model has."""
     if shared.model.latents is None:
-        return QAdALayer(shared, index)
+        return (DifferentialLayer if attends_twice(shared.model.model_type) else QAdALayer)(shared, index)
     types = getattr(shared.model.config, "layer_types", None) or ()
     return (IndexedLayer if INDEXED in types[index : index + 1] else LatentLayer)(shared, index)
 
@@ -158,8 +159,10 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
     plain = getattr(config, "attn_logit_softcapping", None) is None and not any(
         name.endswith("sinks") for name in named
     )
-    _, heads, kv_heads, dim = read_sizes(config)
-    built = model.dtype in cpu.ELEMENTS and heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
+    built = model.dtype in cpu.ELEMENTS and all(
+        heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
+        for heads, kv_heads, dim in list_sizes(config)
+    )
     on_cpu = all(parameter.device.type == "cpu" for parameter in named.values())
     return plain and built and on_cpu and options.kernels == "auto" and has_compiler()
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models import decoder_forward, read_sizes
+from ..models import attends_twice, decoder_forward, list_sizes, read_sizes
 from ..models.sharding import UNSHARDED
 from ..said_once import warn_once
 from ..state import ManagedModel, Options
@@ -51,6 +51,12 @@ def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
         )
     elif managed.latents is not None:
         why = "holds no steps of latent attention: build the cache without cuda_graph"
+    elif managed.readers:
+        why = "holds no steps of layers that read another layer's keys: build the cache without cuda_graph"
+    elif attends_twice(managed.model_type):
+        why = "holds no steps of layers that attend twice: build the cache without cuda_graph"
+    elif managed.layers and len(list_sizes(managed.config)) > 1:
+        why = "holds no steps of layers that differ in their heads: build the cache without cuda_graph"
     elif managed.shard is not UNSHARDED:
         why = "holds no steps of a model that processes share: build the cache without cuda_graph"
     if why and asked:

@@ -59,7 +59,8 @@ class KeyMoments:
     for a list of lengths.
 
     Args:
-        mean: `[lengths, layers, kv_heads, dim]` float32; zeros for layers that are not full attention.
+        mean: `[lengths, layers, kv_heads, dim]` float32; zeros for layers that are not full attention, and for heads
+            and channels that a layer has fewer of than another.
         covariance: `[lengths, layers, kv_heads, dim, dim]` float32, population covariance.
         lengths: of the first dim, ascending, in tokens of bulk; empty (first dim 1) with `rotations`.
         rotations: of every layer, if `mean` and `covariance` are of keys turned back to position 0; else empty.
@@ -137,10 +138,15 @@ class KeyMoments:
         return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
 
     def find_layer(
-        self, layer: int, lengths: Sequence[int], device: torch.device, shard: HeadShard = UNSHARDED
+        self,
+        layer: int,
+        lengths: Sequence[int],
+        device: torch.device,
+        shard: HeadShard = UNSHARDED,
+        sizes: tuple[int | None, int | None] = (None, None),
     ) -> list[tuple[Tensor, Tensor]]:
         """Moments of one layer for bulks of these many tokens each, of the shard's heads: mean `[1, kv_heads, dim]` and
-        covariance `[1, kv_heads, dim, dim]`, float32 on `device`.
+        covariance `[1, kv_heads, dim, dim]`, float32 on `device`. `sizes` are these two, if layers differ in them.
 
         They are made once for all callers that keep them (`of_layer.LayerMoments`), so any number of caches may take
         turns. Callers round lengths (`rotation.round_length`), so that few different ones are ever asked for.
@@ -151,7 +157,9 @@ class KeyMoments:
                 keys = [(name, layer, length, device, shard.rank, shard.size) for name in ("mean", "covariance")]
                 mean, covariance = map(self._placed.get, keys)
                 if mean is None or covariance is None:
-                    made = (shard.take_own(moment).float() for moment in self._find_layer_at(layer, length))
+                    heads, *dims = map(slice, (*sizes, sizes[1]))
+                    whole = zip(self._find_layer_at(layer, length), ((heads, *dims[:1]), (heads, *dims)), strict=True)
+                    made = (shard.take_own(moment)[part].float() for moment, part in whole)
                     mean, covariance = (moment.to(device).contiguous().unsqueeze(0) for moment in made)
                     self._placed.update(zip(keys, (mean, covariance), strict=True))
                 found.append((mean, covariance))

@@ -4,11 +4,14 @@ import hashlib
 import inspect
 import os
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import pad
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,6 +20,7 @@ from ..models import find_full_attention_layers, find_inputs_device, unwrap_mode
 from ..models.latent import check_decides
 from ..models.plain import make_plain
 from ..models.sharding import HeadShard, find_shard
+from ..models.shared_keys import find_readers
 from ..names import PROMPTS, SCHEMES
 from .observing import observe_queries, read_keys
 from .prompts import choose_prompt, make_ids
@@ -35,16 +39,19 @@ LEFT = "with functions"  # of an origin: those that took part beside the weights
 
 
 class QueryEnergies:
-    """The mean square of every channel of a model's queries, gathered while it reads; an observer of
-    `observe_queries`."""
+    """The mean square of every channel of the queries that ask a layer's keys, gathered while a model reads; an
+    observer of `observe_queries`."""
 
-    def __init__(self) -> None:
+    def __init__(self, readers: Mapping[int, int]) -> None:
+        """`readers` as of `find_readers`: their queries ask the keys of others."""
+        self.readers = readers
         self.sums: dict[int, Tensor] = {}
         self.tokens: Counter[int] = Counter()
 
     def __call__(self, layer: int, query: Tensor) -> None:
         """Take in a layer's queries `[batch, heads, tokens, dim]`."""
         squares = query.detach().float().square().sum(dim=(0, 2)).cpu().double()  # [heads, dim]
+        layer = self.readers.get(layer, layer)
         self.sums[layer] = squares + self.sums.get(layer, 0)
         self.tokens[layer] += query.shape[0] * query.shape[2]
 
@@ -53,14 +60,13 @@ class QueryEnergies:
     ) -> Tensor | None:
         """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
         None if the queries of a layer that has `keys` were not seen, or are of other heads."""
-        _, heads, _, dim = next(iter(keys.values())).shape
-        energies, seen = torch.zeros(layers, heads, dim, dtype=torch.float32, device="cpu"), 0
+        energies, seen = torch.zeros(layers, *_find_greatest(keys), dtype=torch.float32, device="cpu"), 0
         for index in keys.keys() & self.sums.keys():
-            sums = self.sums[index]
+            sums, (_, heads, _, dim) = self.sums[index], keys[index].shape
             if not len(sums) % heads and sums.shape[1] == dim:
                 mean = (sums / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
                 _, partners = rotations.get(index, Rotation(dim)).by_dim
-                energies[index] = (mean + mean[:, partners]) / 2
+                energies[index, :heads, :dim] = (mean + mean[:, partners]) / 2
                 seen += 1
         return shard.gather(energies, 1) if shard.holds_everywhere(seen == len(keys)) else None
 
@@ -141,7 +147,7 @@ def collect(
         # With frequencies of the sequence's length, every chunk would get those of its own.
         chunk = tokens if growing else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
-        energies = QueryEnergies()
+        energies = QueryEnergies(find_readers(config))
         hidden = not progress or shard.rank > 0
         with tqdm(
             total=tokens * len(passes), desc=f"key moments ({kind})", unit="token", leave=False, delay=1, disable=hidden
@@ -167,7 +173,11 @@ def collect(
         mean=mean,
         covariance=covariance,
         lengths=() if analytic else tuple(lengths),
-        rotations=tuple(rotations.get(layer, Rotation(mean.shape[-1])) for layer in range(layers)) * analytic,
+        # Channels that a layer lacks do not turn.
+        rotations=tuple(
+            replace(rotations.get(layer, Rotation(mean.shape[-1])), dim=mean.shape[-1]) for layer in range(layers)
+        )
+        * analytic,
         model_type=config.model_type,
         prompt=kind,
         tokens=tokens,
@@ -236,11 +246,17 @@ def _choose_lengths(scheme: str, tokens: int, longest: int) -> list[int]:
 
 def _take_moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Tensor, Tensor]:
     """Mean `[layers, kv_heads, dim]` and covariance `[layers, kv_heads, dim, dim]` of the keys of these tokens; zeros
-    for layers that have none."""
-    shapes = sorted({(kept.shape[1], kept.shape[3]) for kept in keys.values()})
-    if len(shapes) > 1:
-        raise ValueError(f'layers differ in the shape of their keys, {shapes}: use moments="current"')
-    running = RunningMoments(layers, *shapes[0], torch.device("cpu"))
+    for layers that have none, and for heads and channels that they lack."""
+    heads, dim = _find_greatest(keys)
+    running = RunningMoments(layers, heads, dim, torch.device("cpu"))
     for index, kept in keys.items():
-        running.update(slice(index, index + 1), kept[:, :, part])
+        more = heads - kept.shape[1], dim - kept.shape[3]
+        padded = pad(kept[:, :, part], (0, more[1], 0, 0, 0, more[0])) if any(more) else kept[:, :, part]
+        running.update(slice(index, index + 1), padded)
     return running.mean, running.covariance
+
+
+def _find_greatest(keys: dict[int, Tensor]) -> tuple[int, int]:
+    """The most KV heads, and the most channels, of layers' keys `[batch, kv_heads, tokens, dim]`."""
+    heads, dims = zip(*(kept.shape[1::2] for kept in keys.values()), strict=True)
+    return max(heads), max(dims)

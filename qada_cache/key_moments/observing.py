@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ..models import attention_table, find_full_attention_layers, find_inputs_device
+from ..models.shared_keys import find_readers
 from ..versions import pass_cache
 
 
@@ -19,10 +20,13 @@ def read_keys(
     `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys."""
     config = model.config.get_text_config(decoder=True)
     cache, device = DynamicCache(config=config), find_inputs_device(model)
+    # As hidden states are asked for, layers without keys of their own are given all queries, and not the last alone.
+    asked: dict[str, Any] = {"output_hidden_states": True} if find_readers(config) else {}
+    asked |= {"use_cache": True, "logits_to_keep": 1}
     for start in range(0, ids.shape[1], chunk):
         part = slice(start, start + chunk)
         place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
-        model(input_ids=ids[:, part].to(device), **pass_cache(cache), use_cache=True, logits_to_keep=1, **place)
+        model(input_ids=ids[:, part].to(device), **pass_cache(cache), **asked, **place)
         done(len(ids[0, part]))
     found = {}
     for index in find_full_attention_layers(cache):

@@ -19,15 +19,24 @@ class LayerMoments:
         self._key: Any = None
         self._lengths: tuple[int, ...] = ()
 
-    def get(self, moments: Any, layer: int, lengths: tuple[int, ...], device: torch.device, shard: HeadShard) -> Pair:
-        """Mean `[lengths * kv_heads, 1, dim]` and covariance of the shard's heads, by `moments` (`KeyMoments`)."""
+    def get(
+        self,
+        moments: Any,
+        layer: int,
+        lengths: tuple[int, ...],
+        device: torch.device,
+        shard: HeadShard,
+        sizes: tuple[int | None, int | None] = (None, None),
+    ) -> Pair:
+        """Mean `[lengths * kv_heads, 1, dim]` and covariance of the shard's heads, by `moments` (`KeyMoments`), which
+        the others are for."""
         known = self._key
         if known is not None and self._lengths == lengths and known[0]() is moments and known[1] == device:
             return self._flat
         key = weakref.ref(moments), device, len(lengths) if len(lengths) > 1 else lengths
         before, self._key = self._key, None  # what an error leaves half-written is asked for anew
         if before != key:
-            self._pair, *more = moments.find_layer(layer, lengths, device, shard)
+            self._pair, *more = moments.find_layer(layer, lengths, device, shard, sizes)
             if more:
                 with torch.inference_mode(False):  # it may be written to outside inference mode
                     means, covariances = zip(self._pair, *more, strict=True)
@@ -36,7 +45,8 @@ class LayerMoments:
         elif self._lengths != lengths:
             for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
                 if old != new:
-                    for mine, made in zip(self._pair, moments.find_layer(layer, [new], device, shard)[0], strict=True):
+                    (found,) = moments.find_layer(layer, [new], device, shard, sizes)
+                    for mine, made in zip(self._pair, found, strict=True):
                         mine[row] = made[0]
         self._key, self._lengths = key, lengths
         return self._flat

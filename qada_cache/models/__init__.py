@@ -9,8 +9,6 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from .latent import find_latent_sizes, has_indexers
 
-_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
-
 
 def unwrap_model(model: Any) -> Any:
     """The model that `torch.compile` or peft wrapped; anything else as it is. Peft's prompt learning is refused."""
@@ -49,34 +47,49 @@ def find_served_layers(cache: DynamicCache, config: PreTrainedConfig) -> list[in
 
 
 def find_full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A decoder's config as its managed layers have it; the config itself unless it has others for some layers.
-    Managed layers that differ in their heads are refused."""
+    """A decoder's config as its first managed layer has it; the config itself unless it has others for some layers."""
+    return _list_configs(config)[0]
+
+
+def _list_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Those of the managed layers, or the one of all layers."""
     if not config.is_heterogeneous:
-        return config
+        return [config]
     # Without any, the cache acts as DynamicCache, and the first layer stands for all.
     layers = find_served_layers(DynamicCache(config=config), config) or [0]
-    configs = [config.per_layer_config[index] for index in layers]
-    found = sorted({tuple(getattr(own, name, None) or 0 for name in _SIZES) for own in configs})
-    if len(found) > 1:
-        raise NotImplementedError(
-            f"the full-attention layers of {config.model_type} differ in ({', '.join(_SIZES)}), {found}, and QAdACache "
-            f"keeps tables of one shape for all: use transformers.DynamicCache for {config.model_type}"
-        )
-    return configs[0]
+    return [config.per_layer_config[index] for index in layers]
+
+
+def list_sizes(config: PreTrainedConfig) -> list[tuple[int, int, int]]:
+    """`(heads, kv_heads, dim)`, the last of a head's keys, of each managed layer; one for all, if they are alike."""
+    found = []
+    for own in _list_configs(config):
+        heads = own.num_attention_heads
+        kv_heads = getattr(own, "num_key_value_heads", None) or heads
+        found.append((heads, kv_heads, getattr(own, "head_dim", None) or own.hidden_size // heads))
+    return found if len(set(found)) > 1 else found[:1]
 
 
 def read_sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """`(layers, heads, kv_heads, dim)`, the last of a head's keys; of the layers that are served."""
-    config = find_full_attention_config(config)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    """`(layers, heads, kv_heads, dim)` of tables of all layers, which the greatest of those served fit."""
+    heads, kv_heads, dim = map(max, zip(*list_sizes(config), strict=True))
     return config.num_hidden_layers, heads, kv_heads, dim
 
 
-def read_token_sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """`(kv_heads, dim, value_dim)` of a token as it is stored by the layers that are served."""
+def list_token_sizes(config: PreTrainedConfig) -> list[tuple[int, int, int]]:
+    """`(kv_heads, dim, value_dim)` of a token as each managed layer stores it; one for all, if they are alike."""
     if (latents := find_latent_sizes(config)) is not None:
-        return 1, latents.dim, 0
-    _, _, kv_heads, dim = read_sizes(config)
-    return kv_heads, dim, getattr(config, "v_head_dim", None) or dim
+        return [(1, latents.dim, 0)]
+    return [(kv_heads, dim, find_value_dim(config, dim)) for _, kv_heads, dim in list_sizes(config)]
+
+
+def find_value_dim(config: PreTrainedConfig, dim: int) -> int:
+    """That of a value as it is stored beside a key of `dim` channels."""
+    if attends_twice(config.model_type):
+        return 2 * dim
+    return getattr(find_full_attention_config(config), "v_head_dim", None) or dim
+
+
+def attends_twice(model_type: str) -> bool:
+    """Whether a module of this type of decoder attends twice to its keys, with half of the values' heads each time."""
+    return model_type == "diffllama"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import read_sizes
+from . import list_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,9 @@ def find_shard(model: PreTrainedModel, config: PreTrainedConfig, layers: Sequenc
     if size == 1 or not layers:  # nothing of a cache is split
         return UNSHARDED
     where = f"tensor parallelism over {size}, where"
-    _, heads, kv_heads, _ = read_sizes(config)
+    if len(sizes := list_sizes(config)) > 1:
+        _refuse(kind, f"{where} layers differ in their heads")
+    ((heads, kv_heads, _),) = sizes
     if kv_heads % size or heads % size:
         _refuse(kind, f"{where} {kv_heads} KV heads and {heads} query heads have no {size} equal parts")
     plan, left = model.tp_plan or {}, set(layers)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..cache import QAdACache
 from ..cache_file import decode_record
-from ..models import read_token_sizes
+from ..models import list_token_sizes
 from ..models.latent import has_indexers
 from ..sketch import Layout
 from ..state import BULK_BITS, Options
@@ -165,14 +165,20 @@ def has_shapes(model: PreTrainedModel, options: Options, count: int, layers: Lay
     """Whether `layers` fit: keys and values have the shapes and dtype of the model, of which `count` layers are stored,
     and codes of the sketch, if there are any, have the layout of `options`."""
     config = model.config.get_text_config(decoder=True)
-    kv_heads, dim, value_dim = read_token_sizes(config)
-    layout = Layout.from_bits(dim, options.sketch_bits)
+    sizes = list_token_sizes(config)
+    if len(layers) != count:
+        return False
+    pairs = zip(layers, sizes * count if len(sizes) == 1 else sizes, strict=True)
     if layers and "records" in layers[0]:
-        sizes = kv_heads, dim, value_dim
-        return len(layers) == count and all(coded.has_shapes(sizes, model.dtype, options, layer) for layer in layers)
-    return len(layers) == count and all(
-        (layer["keys"].shape[0], layer["keys"].shape[2], layer["values"].shape[2]) == (kv_heads, dim, value_dim)
+        return all(coded.has_shapes(own, model.dtype, options, layer) for layer, own in pairs)
+    return all(
+        (layer["keys"].shape[0], layer["keys"].shape[2], layer["values"].shape[2]) == own
         and layer["keys"].dtype == layer["values"].dtype == model.dtype
-        and (len(layer) == len(_PARTS) or (layout is not None and sketches.has_code(layer, layout)))
-        for layer in layers
+        and (len(layer) == len(_PARTS) or _has_code(layer, own[1], options))
+        for layer, own in pairs
     )
+
+
+def _has_code(layer: dict[str, Tensor], dim: int, options: Options) -> bool:
+    layout = Layout.from_bits(dim, options.sketch_bits)
+    return layout is not None and sketches.has_code(layer, layout)

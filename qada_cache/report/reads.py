@@ -47,7 +47,7 @@ class Recorder:
             return None
         self.layers = sorted(self._seen)
         calls = [self._seen.pop(layer) for layer in self.layers]
-        self.heads = calls[0].flags.shape[1]
+        self.heads = max(seen.flags.shape[1] for seen in calls)
         tokens = calls[0].rows.bulk_tokens[0, 0]  # of each query; alike in all layers, as the next line's are
         return Pass(
             queries=len(tokens),
@@ -58,15 +58,17 @@ class Recorder:
         )
 
     def _list_heads(self, seen: Observation) -> list[list[int] | None]:
-        """Positions that each KV head of one layer read of the stored bulk, ascending; None for all."""
+        """Positions that each KV head of one layer read of the stored bulk, ascending; None for all. Heads that other
+        layers have more of read nothing."""
         chosen: list[set[int]] = [set() for _ in seen.flags[0]]
         for each in seen.chosen:
             chosen[each.head].update(each.tokens.tolist())
         whole = seen.whole[0] or [False] * len(chosen)
-        return [
+        read = [
             None if all_read else [self._sinks + token for token in sorted(tokens)]
             for all_read, tokens in zip(whole, chosen, strict=True)
         ]
+        return [*read, *([] for _ in range(self.heads - len(read)))]
 
 
 def pack(heads: list[list[int] | None]) -> bytes:

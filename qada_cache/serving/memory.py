@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # which accelerate requires
 from transformers import PreTrainedModel
 
-from ..models import read_sizes, read_token_sizes
+from ..models import list_token_sizes, read_sizes
 from ..sketch import MIN_TOKENS
 from ..sketch.coded import RecordLayout
 from ..state import BULK_BITS
@@ -76,7 +76,8 @@ def estimate_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:  # states alone, which do not grow with a text
         return 0
-    (layers, heads, *_), (kv_heads, dim, _) = read_sizes(config), read_token_sizes(config)
+    layers, heads, *_ = read_sizes(config)
+    kv_heads, dim, _ = map(max, zip(*list_token_sizes(config), strict=True))
     width = model.dtype.itemsize
     kept, records = 3.0 * dim * width, RecordLayout.from_bits(dim, dim, bulk_bits)  # of one KV head
     beside = 0.0 if records is None else min(tokens, MIN_TOKENS) * kept

@@ -1,7 +1,7 @@
 """What the layers of one cache share: its options, the model served, the progress of a pass."""
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, NamedTuple
@@ -148,6 +148,7 @@ class ManagedModel:
     dtype: torch.dtype | None = None  # the model's; None if the cache was built with a config alone
     get: Callable[[], PreTrainedModel | None] = lambda: None  # the model, weakly; None likewise, or if it is gone
     layers: tuple[int, ...] = ()  # indices of the full-attention layers, served by the cache itself
+    readers: Mapping[int, int] = field(default_factory=dict)  # of these, those that read another's keys, and that one
     latents: LatentSizes | None = None  # if these layers cache latents
     shard: HeadShard = UNSHARDED  # this process's part of their heads
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from ..key_moments.of_layer import LayerMoments
 from ..no_tensors import refuse_moves
 from ..storage import TokenStore
 from ..storage.padding import NONE
 from ..versions import CACHE
-from . import Options, Shared
+from . import Shared
+from .asker import Asker
 from .counters import Counters
 
 # On a GPU each token of a call reads for itself, exact attention reads once for all. On an H100 behind 32,768 tokens of
@@ -41,32 +41,40 @@ class Seen(int):
     """Tokens that a mask is asked for to attend to in a `QAdALayer`: attention there needs no mask of every pair."""
 
 
-class QAdALayer(DynamicLayer):
-    """One full-attention layer: its tokens, padding and counters. `update` only tags new tokens. The attention function
-    (`attention/forward.py`) stores them: it has the queries, and the mask that tells real tokens from padding."""
+class QAdALayer(Asker, DynamicLayer):
+    """One full-attention layer: its tokens, padding and counters, and those of layers that read its keys. `update` only
+    tags new tokens. The attention function (`attention/call.py`) stores them: it has the queries, and the mask that
+    tells real tokens from padding."""
 
     keys, values = _make_no_tensor("keys"), _make_no_tensor("values")
 
     def __init__(self, shared: Shared, index: int) -> None:
-        super().__init__()
-        self.shared, self.index = shared, index
+        DynamicLayer.__init__(self)
+        owners = shared.model.readers.items()
+        self.readers = {each: Asker(shared, each, index) for each, owner in owners if owner == index}
+        Asker.__init__(self, shared, index, keys_of=index)
         self.reset()
+
+    @property
+    def askers(self) -> list[Asker]:
+        """All layers whose queries ask its keys, itself first."""
+        return [self, *self.readers.values()]
 
     def reset(self) -> None:
         """Drop all tokens and counters."""
+        for asker in self.askers:
+            asker.forget()
         self.is_initialized = False
-        self.bound_module: Any = None  # weak reference to the attention module served
         self.incoming: Tensor | None = None  # keys handed out by `update` and not yet seen by the attention function
+        self.lent: Any = None  # a `Call` of attention/call.py: tokens that are stored once all readers have asked them
         self.store: TokenStore | None = None  # the real tokens
         self.seen = 0  # logical tokens, padding included (what transformers calls the sequence length)
         self.padding = NONE  # of these tokens; shared by the layers of a cache
-        self.counters, self.kept_moments = Counters(), LayerMoments()
-        self.plan: Any = None  # a `Plan` of attention/plan.py, of the last step
 
-    @property
-    def options(self) -> Options:
-        """The cache's options."""
-        return self.shared.options
+    def drop_plans(self) -> None:
+        """Of all askers: buffers may be replaced."""
+        for asker in self.askers:
+            asker.plan = None
 
     @property
     def adaptive_tokens(self) -> int:
@@ -78,7 +86,9 @@ class QAdALayer(DynamicLayer):
 
     def apply_options(self) -> None:
         """Decide and count by the cache's new options; ValueError as of `TokenStore.keep_moments`."""
-        self.counters, self.plan = Counters(), None
+        self.drop_plans()
+        for asker in self.askers:
+            asker.counters = Counters()
         if self.store is not None:
             self._keep_by_options(self.store)
             self.store.alike = list(self.store.exact)  # others were decided by the options of before
@@ -87,18 +97,9 @@ class QAdALayer(DynamicLayer):
         options = self.options
         store.keep_moments(track=options.tracks_moments, update=options.update_moments, kernels=options.kernels)
         energies = options.query_energies
-        own = None if energies is None else self.shared.model.shard.take_own(energies[self.index])
+        heads, dim = map(slice, store.near_keys.shape[1::2])
+        own = None if energies is None else self.shared.model.shard.take_own(energies[self.index])[heads, dim]
         store.keep_sketch(options.sketch_bits, own, select=options.selects_tokens, kernels=options.kernels)
-
-    def is_audited(self) -> bool:
-        """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
-        every, managed, steps = self.options.audit_every, self.shared.model.layers, self.counters.steps
-        return bool(every) and steps % every == 0 and managed[steps // every % len(managed)] == self.index
-
-    def is_observed(self) -> bool:
-        """Whether somebody is told of the query-adaptive call under way, which torch then computes: kernels do not say
-        what they select."""
-        return self.shared.observer is not None or self.is_audited()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""
@@ -136,7 +137,7 @@ class QAdALayer(DynamicLayer):
                 "dtype it was filled with, or reset() it"
             )
         elif key_states.device != self.device:
-            self.plan = None
+            self.drop_plans()
             self.store.move(key_states.device)
             self.device = key_states.device
         tagged = key_states.view_as(key_states)  # a new Python object, so that the caller's is not written to
@@ -206,7 +207,9 @@ class QAdALayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The tokens that a mask of a call of `query_length` is for, and the first of them."""
         tokens = self.seen + query_length
-        return (tokens if torch.compiler.is_compiling() else Seen(tokens)), 0  # graphs know no such class
+        # Graphs know no such class, and models of shared keys cut masks by queries.
+        plain = torch.compiler.is_compiling() or self.shared.model.readers
+        return (tokens if plain else Seen(tokens)), 0
 
     def get_seq_length(self) -> int:
         """Logical tokens held, padding included."""
@@ -221,15 +224,15 @@ class QAdALayer(DynamicLayer):
         seen = max(self.seen + tokens, 0)
         padding = self.padding.crop(seen)
         lengths = [seen - padded for padded in padding.count_by_row(self.store.batch)]
-        if self.store.find_flushed(lengths) != self.store.flushed:  # buffers may be replaced
-            self.plan = None
+        if self.store.find_flushed(lengths) != self.store.flushed:
+            self.drop_plans()
         self.store.crop(lengths)
         self.seen, self.padding = seen, padding
 
     def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.check_attended()
-        self.plan = None
+        self.drop_plans()
         if self.store is None or index == list(range(self.store.batch)):
             return
         if not index:  # as `DynamicCache` counts the tokens of no rows

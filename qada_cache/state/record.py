@@ -33,6 +33,7 @@ _SHAPES = {  # the same word is the same size wherever it stands
     "local_heads": "kv_heads group",
     "local_groups": "kv_heads",
 }
+_COUNTED = ("local_heads", "local_groups")
 _DTYPES = {"mean": torch.float32, "covariance": torch.float32, "local_heads": torch.int64, "local_groups": torch.int64}
 
 
@@ -69,6 +70,8 @@ def record_layer(layer: QAdALayer) -> dict[str, Any]:
         record |= {"count": store.moments.count, "mean": store.moments.mean, "covariance": store.moments.covariance}
     if bulk.sketch is not None:
         record |= bulk.sketch.record
+    if layer.readers:
+        record["readers"] = {index: reader.counters.record for index, reader in layer.readers.items()}
     return record
 
 
@@ -110,9 +113,9 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
     layer.seen, layer.padding = record["seen"], padding
     layer.restore_beside(record.get("beside", {}))
-    counted = {name: record[name] for name in COUNTER_NAMES}
-    counted["bulk_read_bytes"] += record.get(HITS, 0)
-    layer.counters = Counters(**counted)
+    for asker, counted in zip(layer.askers, (record, *record.get("readers", {}).values()), strict=True):
+        asker.counters = Counters(**{name: counted[name] for name in COUNTER_NAMES})
+    layer.counters.bulk_read_bytes += record.get(HITS, 0)
 
 
 def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
@@ -122,15 +125,13 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     lengths, flushed = record["lengths"], record["flushed"]
     sinks, window = options.sink_tokens, options.window
     tracked = ("mean", "covariance") if options.tracks_moments else ()
-    counted = [name for name in ("local_heads", "local_groups") if record[name] is not None]
     sizes = {"batch": len(lengths)}
-    for name in ("near_keys", "near_values", *BULK, *tracked, *counted):
-        shape, axes, dtype = list(record[name].shape), _SHAPES[name].split(), record[name].dtype
-        known = [sizes.get(axis, axis) for axis in axes]
-        fits = len(shape) == len(axes)
-        fits = fits and all(sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True))
-        require(fits, f"{name} of shape {shape}", f"of shape {known} by the others")
-        require(dtype == _DTYPES.get(name, dtype), f"{name} in {dtype}", f"in {_DTYPES.get(name)}")
+    _check_shapes(require, record, ("near_keys", "near_values", *BULK, *tracked), sizes)
+    readers = record.get("readers", {})
+    whole = isinstance(readers, dict) and list(readers) == list(layer.readers)
+    require(whole, f"counts of layers {list(readers)}", f"of {list(layer.readers)}, which read its keys")
+    for counted in (record, *readers.values()):
+        _check_counters(require, counted, sizes)
     layout = RecordLayout.from_bits(sizes["dim"], sizes["value_dim"], options.bulk_bits)
     if layout is not None:
         shape = list(record[RECORDS].shape)
@@ -141,12 +142,6 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
         dtype = record[near].dtype
         require(dtype.is_floating_point, f"{near} in {dtype}", "of a floating dtype")
         require(record[far].dtype == dtype, f"{far} in {record[far].dtype}", f"in {dtype}, as {near}")
-    for name, count in [*((name, record[name]) for name in COUNTER_NAMES), (HITS, record.get(HITS, 0))]:
-        fits = name in ("audited", "local_heads", "local_groups") or _is_count(count)
-        require(fits, f"{name} of {count}", "a count")
-    audited = record["audited"]
-    fits = audited is None or (audited.dtype, audited.shape) == (torch.float64, (AUDITED,))
-    require(fits, f"audited of {audited}", f"float64 [{AUDITED}], or None")
     require(type(record["decoded"]) is bool, f"decoded of {record['decoded']}", "a bool")
 
     end, seen = sizes["columns"] - sinks, record["seen"]
@@ -187,6 +182,28 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     fits = fits and all(0 <= one <= other <= most for one, other, most in zip(exact, alike, lengths, strict=True))
     require(fits, f"{exact} tokens read exactly and {alike} alike", f"counts of at most {lengths}, the first ones less")
     return padding
+
+
+def _check_shapes(require: Any, record: dict[str, Any], names: Sequence[str], sizes: dict[str, int]) -> None:
+    """Raise ValueError at a tensor of another dtype, or of another shape than by `sizes`, which those not known yet are
+    added to."""
+    for name in names:
+        shape, axes, dtype = list(record[name].shape), _SHAPES[name].split(), record[name].dtype
+        known = [sizes.get(axis, axis) for axis in axes]
+        fits = len(shape) == len(axes)
+        fits = fits and all(sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True))
+        require(fits, f"{name} of shape {shape}", f"of shape {known} by the others")
+        require(dtype == _DTYPES.get(name, dtype), f"{name} in {dtype}", f"in {_DTYPES.get(name)}")
+
+
+def _check_counters(require: Any, record: dict[str, Any], sizes: dict[str, int]) -> None:
+    """Likewise for what one layer's queries have counted."""
+    _check_shapes(require, record, [name for name in _COUNTED if record[name] is not None], sizes)
+    for name, count in [*((name, record[name]) for name in COUNTER_NAMES), (HITS, record.get(HITS, 0))]:
+        require(name in ("audited", *_COUNTED) or _is_count(count), f"{name} of {count}", "a count")
+    audited = record["audited"]
+    fits = audited is None or (audited.dtype, audited.shape) == (torch.float64, (AUDITED,))
+    require(fits, f"audited of {audited}", f"float64 [{AUDITED}], or None")
 
 
 def _is_count(value: Any) -> bool:

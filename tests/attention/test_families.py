@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import EAGER, FAMILIES, LATENT, SMALL, exact, generate, logits_of, prompt, rounding, tiny
+from models import EAGER, FAMILIES, LATENT, SMALL, exact, forced, generate, logits_of, prompt, rounding, tiny
 from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
     DynamicCache,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     GotOcr2Config,
     GotOcr2ForConditionalGeneration,
-    LlamaConfig,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -25,7 +23,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from qada_cache import QAdACache, StaticHeads, prepare
+from qada_cache import KeyMoments, PrefixStore, QAdACache, StaticHeads, prepare
+from qada_cache.attention import support
+from qada_cache.attention.differential import DifferentialLayer
 from qada_cache.attention.latent import LatentLayer
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import CACHE, CACHE_NAMES
@@ -33,7 +33,6 @@ from qada_cache.versions import CACHE, CACHE_NAMES
 UNSUPPORTED = {
     "jetmoe": (RuntimeError, "jetmoe model computes attention in a way .*use DynamicCache"),
     "gptj": (NotImplementedError, "without transformers' AttentionInterface: use transformers.DynamicCache for gptj"),
-    "gemma3n": (NotImplementedError, "share another layer's keys: use transformers.DynamicCache for gemma3n"),
 }
 SUPPORTED = [family for family in FAMILIES if family not in UNSUPPORTED]
 LAYERS = {
@@ -41,8 +40,11 @@ LAYERS = {
     "gemma2": [DynamicSlidingWindowLayer, QAdALayer],
     "gemma3": [DynamicSlidingWindowLayer, QAdALayer],
     "gpt_oss": [DynamicSlidingWindowLayer, QAdALayer],
+    "gemma3n": [DynamicSlidingWindowLayer, QAdALayer],
+    "gemma4": [DynamicSlidingWindowLayer, QAdALayer],
     "qwen3_next": [LinearAttentionLayer, QAdALayer],
     "mistral_sliding": [DynamicSlidingWindowLayer, DynamicSlidingWindowLayer],
+    "diffllama": [DifferentialLayer, DifferentialLayer],
     "deepseek_v2": [LatentLayer, LatentLayer],
     "deepseek_v3": [LatentLayer, LatentLayer],
 }
@@ -67,7 +69,7 @@ def test_threshold_one_is_dynamic_cache(family: str, attention: str) -> None:
     ids, mask = prompt(*LENGTHS)
     wanted = generate(model, ids, DynamicCache(config=model.config), attention_mask=mask)
     cache = exact(model)
-    assert [type(layer) for layer in cache.layers] == LAYERS.get(family, [QAdALayer, QAdALayer])
+    assert [type(layer) for layer in cache.layers[:2]] == LAYERS.get(family, [QAdALayer, QAdALayer])
     assert_same(model, generate(model, ids, cache, attention_mask=mask), wanted)
     if family != "mistral_sliding" and family not in LATENT:
         assert cache.stats().decisions > 0
@@ -207,15 +209,12 @@ def test_gemma4_with_and_without_shared_layers() -> None:
     """Its config lists how every layer shares, which is no sharing where none of them reuses another's keys."""
     for shared in (0, 2):
         model = gemma4(global_head_dim=8, num_global_key_value_heads=2, num_kv_shared_layers=shared)
-        if shared:
-            with pytest.raises(NotImplementedError, match="share another layer's keys"):
-                exact(model)
-            continue
         ids = prompt(60)[0]
         wanted = generate(model, ids, DynamicCache(config=model.config))
         cache = exact(model)
         got = generate(model, ids, cache)
-        assert sum(isinstance(layer, QAdALayer) for layer in cache.layers) == 2
+        assert sum(isinstance(layer, QAdALayer) for layer in cache.layers) == 2 - shared // 2
+        assert cache.stats().layers == (1, 3)
         assert torch.equal(got.sequences, wanted.sequences)
         torch.testing.assert_close(logits_of(got), logits_of(wanted), rtol=0, atol=1e-5)
 
@@ -242,12 +241,42 @@ def test_layers_of_two_head_sizes(how: str, tmp_path: Path) -> None:
     prepare(model, moments="current")
 
 
-def test_full_attention_layers_of_two_sizes_are_refused() -> None:
-    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, per_layer_config={0: {"num_key_value_heads": 1}})
-    config._attn_implementation = "sdpa"
-    message = r"llama differ in \(num_attention_heads, num_key_value_heads, head_dim\), .*4, 1, 1024.*4, 4, 1024"
-    with pytest.raises(NotImplementedError, match=message + ".*use transformers.DynamicCache for llama"):
-        QAdACache(config=config)
+def test_full_attention_layers_that_differ_in_their_heads(tmp_path: Path) -> None:
+    """Tables are as wide as for the layer that has most heads, and the others leave the rest of a row."""
+    kv_heads, ids = {0: 1, 1: 2, 2: 4}, prompt(150)[0]
+    sizes = {index: {"num_key_value_heads": count} for index, count in kv_heads.items()}
+    model = tiny(num_hidden_layers=3, per_layer_config=sizes, allow_global_per_layer_attribute_access=True)
+    for index, count in kv_heads.items():  # which its modeling file does not look for
+        module = model.model.layers[index].self_attn
+        module.num_key_value_groups = 4 // count
+        for name in ("k_proj", "v_proj"):
+            setattr(module, name, torch.nn.Linear(32, 8 * count, bias=False))
+            torch.nn.init.normal_(getattr(module, name).weight, std=0.35)
+    wanted = generate(model, ids, DynamicCache(config=model.config))
+    assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-4)
+    assert_close(logits_of(generate(model, ids, exact(model))), logits_of(wanted))
+
+    cache = QAdACache(model, threshold=0.12, group_rule="head", **SMALL)
+    generate(model, ids, cache)
+    cache.save(tmp_path / "cache")
+    stats = QAdACache.load(tmp_path / "cache", model).stats()
+    assert not stats.local_share.isnan().any()
+    assert (~stats.kv_local_share.isnan()).sum(dim=1).tolist() == [1, 2, 4]
+    assert 0 < stats.kv_sparsity <= stats.sparsity < 1
+    moments = KeyMoments.collect(model, prompt="random-tokens", progress=False)
+    for layer, count in kv_heads.items():  # of each its own
+        (found,) = moments.find_layer(layer, [64], torch.device("cpu"), sizes=(count, 8))
+        assert [list(part.shape) for part in found] == [[1, count, 8], [1, count, 8, 8]]
+        assert moments.mean[0, layer, :count].all()
+        assert not moments.mean[0, layer, count:].any()
+    table = torch.zeros(3, 4, dtype=torch.bool)  # by query heads
+    table[:, 2:] = True
+    static = QAdACache(
+        model, criterion=StaticHeads(table), token_threshold=0, moments="current", group_rule="head", **SMALL
+    )
+    generate(model, ids, static)
+    assert static.stats().local_share.tolist() == [[1, 1, 0, 0]] * 3
+    prepare(model, moments="current")
 
 
 def test_a_decoder_in_a_model_that_reads_images() -> None:
@@ -287,11 +316,28 @@ def test_states_that_a_model_keeps_itself(layers: int) -> None:
         QAdACache(model)
 
 
-def test_attending_twice_to_one_layers_keys() -> None:
-    config = DiffLlamaConfig(**{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-                             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-    model = DiffLlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    with pytest.raises(
-        NotImplementedError, match="diffllama attends more than once to one layer's keys, in that layer"
-    ):
-        generate(model, prompt(40)[0], exact(model), eos_token_id=None)
+@pytest.mark.parametrize("bits", [16, 8])
+def test_attending_twice_to_one_layers_keys(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key is stored with both values that it gives, and selected for both."""
+    model, ids = tiny("diffllama", max_position_embeddings=2048), prompt(1300)[0]
+    wanted = generate(model, ids, DynamicCache(config=model.config), tokens=6)
+    told = {"threshold": 1 - 1e-9, "moments": "current", "token_threshold": 1e-9, "bulk_bits": bits, **SMALL}
+    cache = QAdACache(model, **told)
+    got = generate(model, ids, cache, tokens=6)
+    assert cache.stats().sketch_read_bytes > 0
+    assert torch.allclose(logits_of(got), logits_of(wanted), atol=1e-3 if bits == 16 else 0.5)
+    cache.save(tmp_path / "cache")
+    loaded, text = QAdACache.load(tmp_path / "cache", model), wanted.sequences
+    assert torch.equal(forced(model, text[:, -1:], [1], loaded), forced(model, text[:, -1:], [1], cache))
+    store = PrefixStore(tmp_path / "store")
+    store.keep(cache, text)
+    again = store.cache(model, text, **told)
+    assert again.get_seq_length() > 1200
+    if bits == 16:
+        wanted = forced(model, text, [text.shape[1]], DynamicCache(config=model.config))
+        assert torch.allclose(
+            forced(model, text[:, again.get_seq_length() :], [1], again)[:, -1], wanted[:, -1], atol=1e-3
+        )
+    monkeypatch.setattr(support, "attends_twice", lambda model_type: False)
+    with pytest.raises(NotImplementedError, match="diffllama attends more than once to one layer's keys"):
+        generate(model, prompt(40)[0], exact(model, moments="current"))

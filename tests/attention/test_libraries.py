@@ -12,7 +12,7 @@ from models import prompt, tiny
 from transformers import DynamicCache
 
 from qada_cache import QAdACache
-from qada_cache.attention import forward, libraries
+from qada_cache.attention import call, libraries
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building, quantizing, recording
 from qada_cache.kernels.cpu import prompt as prompt_kernel
@@ -27,7 +27,7 @@ SECONDS = 20  # the most that anything here waits
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts start builds, as they do outside of tests."""
     monkeypatch.setattr(building, "_builds", building._Builds())
-    monkeypatch.setattr(forward, "build_for_prompt", libraries.build_for_prompt)
+    monkeypatch.setattr(call, "build_for_prompt", libraries.build_for_prompt)
 
 
 @pytest.fixture

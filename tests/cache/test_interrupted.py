@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
-from qada_cache.attention import forward as attention
+from qada_cache.attention import call
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_interrupted_forward(
     layers = model.model.layers
     with monkeypatch.context() as patch:
         if place == "in last attention":
-            patch.setattr(attention, "attend_adaptively" if tokens <= 16 else "attend_exactly", interrupt)
+            patch.setattr(call, "attend_adaptively" if tokens <= 16 else "attend_exactly", interrupt)
         else:
             patch.setattr(layers[0].mlp if place == "first mlp" else layers[1].self_attn.q_proj, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import qada_cache
-from qada_cache.attention import forward as attention
+from qada_cache.attention import call
 
 PACKAGE = Path(qada_cache.__file__).parent
 TEXT = (PACKAGE.parent / "docs/refused.md").read_text(encoding="utf-8")
 # They meet a model and its calls: all that they raise is a refusal. The others raise that for arguments and files.
 REFUSING = (
     "block_mask",
+    "call",
     "forward",
     "cache",
     "generation",
@@ -53,4 +54,4 @@ def test_every_line_is_true() -> None:
 
 
 def test_every_argument_that_is_refused_is_named() -> None:
-    assert [argument for argument in attention._UNSUPPORTED if f"`{argument}`" not in TEXT] == []
+    assert [argument for argument in call._UNSUPPORTED if f"`{argument}`" not in TEXT] == []

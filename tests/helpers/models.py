@@ -57,14 +57,17 @@ _LATENT = {
 }
 _SHARED = {
     **_HYBRID,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 4,
     "head_dim": 8,
-    "intermediate_size": [48] * 4,
-    "activation_sparsity_pattern": [0.0] * 4,
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8,
+}
+_GEMMA3N = {
+    **_SHARED,
+    "intermediate_size": [48] * 6,
+    "activation_sparsity_pattern": [0.0] * 6,
     "laurel_rank": 4,
     "altup_num_inputs": 2,
 }
@@ -92,12 +95,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {"head_dim": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 2, "initializer_range": 0.1, **_HYBRID},
     ),
+    "diffllama": ("DiffLlama", {}),  # whose modules attend twice
     "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
+    "gemma3n": ("Gemma3n", _GEMMA3N),
+    # Whose layers of full attention have wider heads, and fewer keys of their own.
+    "gemma4": ("Gemma4", {**_SHARED, "global_head_dim": 16, "use_double_wide_mlp": True, "initializer_range": 0.2}),
     # Not supported, each for a reason of its own.
     "jetmoe": ("JetMoe", {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gptj": ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48, "rotary_dim": 4, "n_positions": 1024}),
-    "gemma3n": ("Gemma3n", _SHARED),
 }
 
 
@@ -115,7 +121,7 @@ def tiny(
 ) -> PreTrainedModel:
     """A seeded random model of `family` in eval mode; `changes` go to its config; sdpa attention where there is one."""
     prefix, needs = FAMILIES[family]
-    suffix = "TextConfig" if family in ("gemma3", "gemma3n") else "Config"
+    suffix = "TextConfig" if family in ("gemma3", "gemma3n", "gemma4") else "Config"
     common = {} if family == "gptj" else _COMMON
     if family == "gptj":  # whose config has names of its own, and aliases that refuse to be set
         common = {name: _COMMON[name] for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}

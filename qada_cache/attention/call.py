@@ -1,0 +1,252 @@
+"""One call of attention for keys that a layer of a QAdACache handed out: it is computed, then its tokens are stored.
+
+Where other layers read these keys, they attend to them later in the pass. Each asks the same store with queries of its
+own. It finds there what the first one found, as tokens that are not decided about are stored behind the last of them.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import BlockMask
+
+from ..kernels.operands import Query
+from ..kernels.reference import suspend_autocast
+from ..process_memory import trim_growth
+from ..state.asker import Asker
+from ..state.layer import QAdALayer
+from ..storage import TokenStore
+from . import generation
+from .block_mask import read_block_mask
+from .checking import check_supported
+from .decode import attend_adaptively
+from .differential import DifferentialLayer
+from .exact import attend_exactly, attend_to_prompt
+from .indexed import IndexedLayer, attend_to_picked
+from .latent import LatentLayer
+from .libraries import build_for_prompt
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+# By thread, the layer whose new tokens are still to be asked by others.
+_lending: dict[int, "weakref.ref[QAdALayer]"] = {}
+
+
+@dataclass(eq=False)
+class Call:
+    """New tokens of one layer in a pass, for its own queries and for those of layers that read its keys."""
+
+    key: Tensor  # as attention is handed them, `[batch, kv_heads, tokens, dim]`
+    value: Tensor
+    new: tuple[Tensor, Tensor]  # as they are stored
+    mask: Any  # as the model gave it
+    valid: Tensor | None  # as `Padding.extend` returns it, and the next one
+    visible: Tensor | None
+    empty: bool  # whether nothing is cached before them
+    long: bool  # whether they are stored at once, behind the call
+    exact: bool  # whether all is read, if there is anything before them
+
+
+def attend(
+    layer: QAdALayer,
+    base: Attention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """`forward.attention_forward` for keys that `layer` handed out."""
+    store, config = layer.store, cast(PreTrainedConfig, module.config)
+    if store is None:  # a layer without one has handed out nothing
+        _refuse_second(layer)
+    scaling = query.shape[3] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
+    softcap = kwargs.get("softcap")
+    # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
+    if softcap is not None and config._attn_implementation == "sdpa":
+        softcap = None
+    asked = Query(query, scaling, softcap, kwargs.get("s_aux"))
+    asker: Asker = layer
+    twice = layer if isinstance(layer, DifferentialLayer) else None
+    call: Call | None = layer.lent
+    comes_again = twice is not None and call is None
+    if twice is not None and call is not None:
+        if twice.find_new(key, value) is None:
+            _refuse_second(layer)
+        out = twice.take_second()
+    else:
+        if call is None:
+            new = _check_call(layer, module, asked, key, value, mask, kwargs)
+            if isinstance(layer, IndexedLayer):
+                untagged = key.view_as(key)
+                return attend_to_picked(
+                    layer, asked, lambda: base(module, query, untagged, value, mask, **kwargs)[0]
+                ), None
+            call = _take_in(layer, store, asked, key, value, mask, new)
+        else:
+            asker = _find_reader(layer, module, asked, key, value, mask, kwargs)
+        with suspend_autocast(query.device):
+            out = _compute(asker, store, call, asked, config)
+        if twice is not None:
+            out = twice.take_first(out)
+    if out is None:
+        untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
+        out = base(module, query, untagged, value, mask, **kwargs)[0]
+    if comes_again:
+        layer.lent = call
+        return out, None
+    if asker is layer.askers[-1]:
+        _store(layer, store, call)
+        layer.lent = None
+    elif asker is layer:
+        layer.lent, thread = call, threading.get_ident()
+        _lending[thread] = weakref.ref(layer, lambda _: _lending.pop(thread, None))
+    if asker is layer:
+        layer.incoming = None
+    else:
+        layer.shared.progress.reached = asker.index
+    return out, None
+
+
+def _check_call(
+    layer: QAdALayer, module: nn.Module, asked: Query, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What is stored of the layer whose keys these are. `asked` is told what it sees. A refused call is undone."""
+    if (new := layer.find_new(key, value)) is None:
+        _refuse_second(layer)
+    batch, _, queries, _ = asked.states.shape
+    first = layer.index == layer.shared.model.layers[0]  # of the pass
+    config = cast(PreTrainedConfig, module.config)  # a look into it takes as long as a small product: not at every call
+    try:
+        check_supported(layer, module, kwargs, tokens=queries, seen=layer.seen, first=first)
+        if isinstance(layer, LatentLayer):
+            layer.check_module(module, key, value)
+        told = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
+        is_bool = told is mask and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
+        if is_bool and (name := config._attn_implementation) in ("eager", "flex_attention"):
+            raise ValueError(
+                f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
+                "the model with attn_implementation='sdpa'"
+            )
+        if isinstance(layer, IndexedLayer):
+            asked.visible = layer.read_picked(told, batch=batch, queries=queries)
+        else:
+            layer.padding, asked.valid, asked.visible = layer.shared.forward_pass.read_padding(
+                layer.padding, told, batch=batch, seen=layer.seen, queries=queries, first=first
+            )
+    except (NotImplementedError, RuntimeError, ValueError):
+        layer.abandon(queries)
+        raise
+    return new
+
+
+def _take_in(
+    layer: QAdALayer, store: TokenStore, asked: Query, key: Tensor, value: Tensor, mask: Any, new: tuple[Tensor, Tensor]
+) -> Call:
+    """The call of the layer whose keys these are."""
+    queries, first = asked.states.shape[2], layer.index == layer.shared.model.layers[0]
+    forward_pass = layer.shared.forward_pass
+    if first:
+        # After a decoded token there are pending ones beside the window, and a single token is no chunk.
+        may_be_chunk = queries > 1 or store.end <= layer.options.window
+        reading = generation.find_prompt() if may_be_chunk else generation.Prompt(False, 0)
+        forward_pass.is_prefill_chunk = reading.in_chunks
+        forward_pass.prompt_tokens = reading.tokens if reading.in_chunks else 0
+    empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
+    if first and (empty or long):
+        build_for_prompt(layer, asked, key, value, max(layer.seen, reading.tokens))
+    exact = long or asked.visible is not None or queries > layer.adaptive_tokens
+    if isinstance(layer, DifferentialLayer):
+        value = new[1]
+    return Call(key, value, new, mask, asked.valid, asked.visible, empty, empty or long, exact)
+
+
+def _find_reader(
+    layer: QAdALayer, module: nn.Module, asked: Query, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> Asker:
+    """The reader whose module attends to keys of `layer`, perhaps by the last of the pass's queries alone."""
+    call, queries = layer.lent, asked.states.shape[2]
+    reader = layer.readers.get(cast(int, getattr(module, "layer_idx", -1)))
+    known = key is call.key and value is call.value and reader is not None
+    if not known or reader is None or layer.shared.progress.reached >= reader.index:
+        _refuse_second(layer)
+    tokens = key.shape[2]
+    if not (mask is call.mask or _is_end_of(call.mask, mask, queries)):
+        raise NotImplementedError(
+            f"layer {reader.index} of this {layer.shared.model.model_type} model reads the keys of layer "
+            f"{layer.index} under another mask, which QAdACache does not support: use transformers.DynamicCache"
+        )
+    check_supported(reader, module, kwargs, tokens=tokens, seen=layer.seen, first=False)
+    asked.valid, asked.visible = call.valid, call.visible
+    if not call.exact and not call.empty and call.valid is not None:
+        asked.valid = call.valid[:, -queries:]
+    return reader
+
+
+def _is_end_of(whole: Any, mask: Any, queries: int) -> bool:
+    """Whether a mask is that of the last queries of another, `[batch or 1, 1, queries, tokens]`."""
+    if not isinstance(whole, Tensor) or not isinstance(mask, Tensor) or whole.dim() != 4:
+        return False
+    return torch.equal(whole[:, :, -queries:], mask)
+
+
+def _compute(asker: Asker, store: TokenStore, call: Call, asked: Query, config: PreTrainedConfig) -> Tensor | None:
+    """Attention `[batch, queries, heads, value_dim]`; None where the model's own is to serve."""
+    if call.empty:
+        # Without a mask only these know that a prompt is causal, and a mask of another shape is theirs to read.
+        known = config._attn_implementation == "sdpa" and (call.mask is None or call.mask.dim() == 4)
+        return attend_to_prompt(asker, asked, call.key, call.value) if known else None
+    if call.exact:
+        work = partial(attend_exactly, asker, store, asked, call.key, call.value)
+    else:
+        if asker.index == asker.keys_of:
+            store.bulk.settle()
+            store.append(*call.new, call.valid, write=False)
+            asked.unstored = call.new if call.valid is None else None
+        work = partial(attend_adaptively, asker, store, asked)
+    out = asker.shared.placement.retry(work, asked.states.device)
+    return out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
+
+
+def _store(layer: QAdALayer, store: TokenStore, call: Call) -> None:
+    """Store the tokens of a call that all have asked, unless they had to be there before."""
+    if call.long:
+        layer.drop_plans()
+        store.bulk.expected = layer.shared.forward_pass.prompt_tokens
+        store.absorb(*call.new, call.valid)
+        if call.key.device.type == "cpu":
+            trim_growth()
+    elif call.exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
+        layer.drop_plans()
+        store.append(*call.new, call.valid)
+
+
+def check_shared_keys(module: nn.Module) -> None:
+    """Of a module that may read another's keys, and was handed none of ours: RuntimeError, if the layer whose keys it
+    is to read has handed out some of a QAdACache."""
+    thread = threading.get_ident()
+    layer = _lending[thread]() if thread in _lending else None
+    if layer is None or layer.lent is None or layer.shared.model.config is not module.config:
+        return
+    if layer.bound_module is not None and layer.bound_module() is module:  # another cache's pass, after a broken one
+        del _lending[thread]
+    elif (index := getattr(module, "layer_idx", None)) in layer.readers:
+        raise RuntimeError(
+            f"layer {index} reads the keys of layer {layer.index}, which QAdACache handed out, and got a copy of them, "
+            "as on another device: load the model on one device, or use transformers.DynamicCache for "
+            f"{layer.shared.model.model_type}"
+        )
+
+
+def _refuse_second(layer: QAdALayer) -> NoReturn:
+    raise NotImplementedError(
+        f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
+        "which QAdACache does not support: use transformers.DynamicCache for this model"
+    )

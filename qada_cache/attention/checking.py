@@ -1,0 +1,63 @@
+"""What a call of attention is refused for: options of a model, and of a call, that this cache does not compute."""
+
+import weakref
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..models.sharding import UNSHARDED, check_sharding
+from ..state.asker import Asker
+from . import generation
+
+# Arguments some models hand to attention that change its result in ways this cache does not compute.
+_UNSUPPORTED = {
+    "sinks": "learned attention sinks",
+    "position_bias": "a position bias",
+    "sliding_window": "a sliding window on a layer the config calls full attention",
+    "indices": "sparse attention indices",
+    "block_indices": "sparse attention indices",
+    "cache": "paged attention",
+    "cu_seq_lens_q": "texts packed into one row",
+}
+
+_NOT_IN_TRITON = {"s_aux": "learned attention sinks", "softcap": "soft-capped scores"}
+
+
+def check_supported(
+    asker: Asker, module: nn.Module, kwargs: dict[str, Any], *, tokens: int, seen: int, first: bool
+) -> None:
+    """Raise as `forward.attention_forward`, for a call with so many new `tokens` of those `seen`."""
+    managed = asker.shared.model
+    name = managed.model_type
+    way_out = "use transformers.DynamicCache for this model"
+    for argument, meaning in () if kwargs.keys().isdisjoint(_UNSUPPORTED) else _UNSUPPORTED.items():
+        if kwargs.get(argument) is not None:
+            raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
+    for argument, meaning in _NOT_IN_TRITON.items() if asker.options.kernels == "triton" else ():
+        if kwargs.get(argument) is not None:
+            raise NotImplementedError(
+                f"no Triton kernel computes {meaning} ({argument}), as {name} uses: use kernels='auto'"
+            )
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
+    # Once a pass: a look into the config takes as long as the other checks.
+    if kwargs.get("output_attentions") or (first and cast(PreTrainedConfig, module.config).output_attentions):
+        raise NotImplementedError(
+            "QAdACache cannot return attention weights, as it never computes most of them: "
+            "drop output_attentions=True, or use transformers.DynamicCache with attn_implementation='eager'"
+        )
+    if module.training or kwargs["dropout"]:
+        raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
+    if managed.config is not None and managed.config is not module.config:
+        generation.refuse_other_model(name)
+    if first and 1 < tokens < seen:
+        generation.warn_of_repeated()
+    if asker.bound_module is None or seen == tokens:  # nothing cached yet: another module may have it
+        if managed.shard is UNSHARDED:  # as far as is known, of a cache that was built from a config alone
+            check_sharding(module, name)
+        asker.bound_module = weakref.ref(module)
+    elif asker.bound_module() is not module:
+        raise RuntimeError(
+            "this QAdACache already holds tokens of another model: build one QAdACache per model, or reset() it first"
+        )

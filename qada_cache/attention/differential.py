@@ -1,0 +1,52 @@
+"""Differential attention (DiffLlama): layers whose module attends twice to the same keys, each time with another half
+of the values' heads, which stands for both halves.
+
+A token is stored once, each key with the two values that it gives. Its module's first call computes both outputs, or
+the model's own attention does in each.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..state.layer import QAdALayer
+
+
+class DifferentialLayer(QAdALayer):
+    """One layer whose values in the store are `[the first half's | the second half's]`, of twice the channels."""
+
+    def reset(self) -> None:
+        """Drop all tokens and counters."""
+        super().reset()
+        self.joined: Tensor | None = None  # values of the new tokens, as they are stored
+        self.second: Tensor | None = None  # what the second call is to return, if it has been computed
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `QAdALayer`, with values `[batch, kv_heads, tokens, value_dim]`."""
+        halves = (half.repeat(1, 2, 1, 1) for half in value_states.chunk(2, dim=1))
+        joined = torch.cat(tuple(halves), dim=-1)
+        tagged, _ = super().update(key_states, joined)
+        self.joined = joined
+        return tagged, value_states
+
+    def find_new(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """As `QAdALayer`, for the first call and for the second."""
+        if self.incoming is not key or self.joined is None:
+            return None
+        half = self.joined.split(value.shape[3], dim=-1)[self.lent is not None]
+        # On other devices than CPUs, which would be waited for, the first tokens of a text are looked at.
+        known = value.device.type != "cpu" and self.seen > key.shape[2]
+        return (key, self.joined) if half.shape == value.shape and (known or torch.equal(half, value)) else None
+
+    def take_first(self, out: Tensor | None) -> Tensor | None:
+        """Of both outputs `[batch, queries, heads, 2 value_dim]` the first; None, if none were computed."""
+        if out is None:
+            return None
+        first, self.second = out.chunk(2, dim=-1)
+        return first
+
+    def take_second(self) -> Tensor | None:
+        """The other one."""
+        second, self.second, self.joined = self.second, None, None
+        return second

@@ -1,0 +1,38 @@
+"""What one layer of attention decides and counts for its queries, whosever keys these ask."""
+
+from typing import Any
+
+from ..key_moments.of_layer import LayerMoments
+from . import Options, Shared
+from .counters import Counters
+
+
+class Asker:
+    """One layer's queries: what they have decided and read. A layer without keys of its own is no more than that. It
+    asks those of an earlier layer, in the same passes, and so sees the same tokens."""
+
+    def __init__(self, shared: Shared, index: int, keys_of: int) -> None:
+        """Of the layer `index`, whose queries ask the keys of the layer `keys_of`."""
+        self.shared, self.index, self.keys_of = shared, index, keys_of
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is known of earlier queries."""
+        self.bound_module: Any = None  # weak reference to the attention module served
+        self.counters, self.kept_moments = Counters(), LayerMoments()
+        self.plan: Any = None  # a `Plan` of attention/plan.py, of the last step
+
+    @property
+    def options(self) -> Options:
+        """The cache's options."""
+        return self.shared.options
+
+    def is_audited(self) -> bool:
+        """Whether it is this layer's turn to be audited in the query-adaptive call under way."""
+        every, managed, steps = self.options.audit_every, self.shared.model.layers, self.counters.steps
+        return bool(every) and steps % every == 0 and managed[steps // every % len(managed)] == self.index
+
+    def is_observed(self) -> bool:
+        """Whether somebody is told of the query-adaptive call under way, which torch then computes: kernels do not say
+        what they select."""
+        return self.shared.observer is not None or self.is_audited()
