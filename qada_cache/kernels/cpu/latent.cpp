@@ -1,0 +1,95 @@
+// Attention of a few tokens' queries to latents, of all heads together: `attend_latents` (latent.py), which builds this
+// file for channels and dtypes as it meets them.
+
+#include "latent.h"
+
+namespace {
+
+// The arguments, `Call` of latent.py.
+struct Call {
+    const Element* query;    // [batch, queries, DIM]
+    const Element* latents;  // [batch, tokens, DIM], rows so many elements apart
+    float *out, *lse;        // [batch, queries, RANK], [batch, queries]
+    int64_t batch, queries, tokens, row_stride, split_tokens, threads;
+    double scaling;
+};
+
+// Tiles of latents as the model made them.
+struct Stored {
+#if PAIRS
+    using Found = Tile<WORDS, 1, RANK, 1>;
+    alignas(CACHE_LINE) Word values[TOKEN_WORDS][RANK];  // neighbouring tokens
+#elif defined(FLOAT32)
+    using Found = Tile<DIM, 1, DIM, 1>;
+#else
+    using Found = Tile<DIM, 1, DIM, 1>;
+    alignas(CACHE_LINE) Word wide[TILE][DIM];
+#endif
+    alignas(CACHE_LINE) Element rest[TILE][DIM];
+
+    // `count` tokens, after which others lie that are wanted next, if they make a tile.
+    Found load(const Element* latents, int count) {
+        const char* next = count == TILE ? (const char*)(latents + TILE * DIM) : nullptr;
+        if (count < TILE) {
+            std::memset(rest, 0, sizeof rest);
+            std::memcpy(rest, latents, count * sizeof *rest);
+            latents = rest[0];
+        }
+#if PAIRS
+        for (int t = 0; t < TILE; t += 2)
+            for (int d = 0; d < RANK; d++)
+                values[t / 2][d] = latents[t * DIM + d] | (uint32_t)latents[(t + 1) * DIM + d] << 16;
+        return {(const Word*)latents, values[0], next};
+#elif defined(FLOAT32)
+        return {latents, latents, next};
+#else
+        for (int t = 0; t < TILE; t++)
+            for (int d = 0; d < DIM; d++) wide[t][d] = widen(latents[t * DIM + d]);
+        return {wide[0], wide[0], next};
+#endif
+    }
+};
+
+// Splits tokens among threads, has `load(row, first, count)` make tiles, and merges what they give.
+template <typename Load>
+void attend(const Call& call, Load load) {
+    const int64_t number = (call.queries + LANES - 1) / LANES;
+    const int64_t wanted = call.threads == 1 ? 1 : (2 * call.threads + call.batch - 1) / call.batch;
+    const int64_t splits = std::max<int64_t>(1, std::min(wanted, call.tokens / call.split_tokens));
+    std::unique_ptr<Block[]> blocks(new Block[call.batch * splits * number]);
+#pragma omp parallel for num_threads(call.threads) schedule(dynamic)
+    for (int64_t job = 0; job < call.batch * splits; job++) {
+        const int64_t row = job / splits, split = job % splits;
+        const int64_t stop = call.tokens * (split + 1) / splits;
+        Block* own = &blocks[job * number];
+        for (int64_t b = 0; b < number; b++)
+            own[b].begin(call.query + (row * call.queries + b * LANES) * DIM, call.queries - b * LANES);
+        for (int64_t first = call.tokens * split / splits; first < stop; first += TILE) {
+            const int count = (int)std::min<int64_t>(TILE, stop - first);
+            meet_all(load(row, first, count), count, (float)call.scaling, own, number);
+        }
+    }
+#pragma omp parallel for num_threads(call.threads)
+    for (int64_t each = 0; each < call.batch * number; each++) {
+        const int64_t row = each / number, b = each % number, first = row * call.queries + b * LANES;
+        Block& whole = blocks[row * splits * number + b];
+        for (int64_t split = 1; split < splits; split++) whole.merge(blocks[(row * splits + split) * number + b]);
+        whole.finish(call.queries - b * LANES, call.out + first * RANK, call.lse + first);
+    }
+}
+
+}  // namespace
+
+// What latent.py says of the size of the arguments is compared with this before they are read.
+extern "C" int64_t call_size() { return sizeof(Call); }
+
+// Returns 1 if memory ran out.
+extern "C" int latent_attention(const Call* call) try {
+    attend(*call, [&](int64_t row, int64_t first, int count) {
+        static thread_local std::unique_ptr<Stored> room(new Stored);
+        return room->load(call->latents + row * call->row_stride + first * DIM, count);
+    });
+    return 0;
+} catch (...) {
+    return 1;
+}
