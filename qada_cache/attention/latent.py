@@ -34,6 +34,7 @@ from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
 from ..storage.reading import stream
+from .absorbed import attend_to_parts
 
 EXPANDED = 1 << 24  # numbers of keys and values of a block, 64 MiB in float32
 MIN_BLOCK = 256  # tokens
@@ -219,17 +220,15 @@ class LatentAttention:
         own = own.to(by.keys.dtype)
         absorbed = torch.cat((own @ by.keys, rotary.to(own)), dim=-1)
         grouped = absorbed.reshape(batch, 1, heads * queries, -1).to(near.dtype)
-        out = near.new_zeros(batch, 1, heads * queries, near.shape[3], dtype=torch.float32)
+        out = near.new_zeros(batch, 1, heads * queries, self.layer.sizes.rank, dtype=torch.float32)
         lse = out.new_full(out.shape[:-1], -torch.inf)
-        # The rotary channels of the values are computed and left out: so one tensor is keys and values.
-        for keys, _ in self.store.view_near(rows):
-            out, lse = merge_partials(out, lse, *partial_attention(grouped, keys, keys, **self.told))
-        for part in stream(self.store.bulk, rows):
-            at = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
-            far = partial_attention(grouped[at], part.keys, part.keys, **self.told)
+        parts = attend_to_parts(
+            self.store, rows, grouped, self.layer.sizes.rank, scaling=self.query.scaling, kernels=self.told["kernels"]
+        )
+        for at, *far, nbytes in parts:
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
-            self.layer.counters.streamed_bytes += part.bulk_read_bytes
-        own_out = out[..., : self.layer.sizes.rank].view(batch, heads, queries, -1).to(by.values.dtype)
+            self.layer.counters.streamed_bytes += nbytes
+        own_out = out.view(batch, heads, queries, -1).to(by.values.dtype)
         found = (by.values @ own_out.mT).mT  # in this order, as else torch copies weights of 16 bits first
         lse = lse.view(batch, heads, queries)
         if by.key_bias is not None:

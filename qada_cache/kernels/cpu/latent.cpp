@@ -1,9 +1,15 @@
 // Attention of a few tokens' queries to latents, of all heads together: `attend_latents` (latent.py), which builds this
 // file for channels and dtypes as it meets them.
 
+#if KEY_BITS > 0
+#include "latent_records.h"
+#else
 #include "latent.h"
+#endif
 
 namespace {
+
+constexpr int64_t SHARES = 2;  // of the work, for each thread
 
 // The arguments, `Call` of latent.py.
 struct Call {
@@ -50,25 +56,33 @@ struct Stored {
     }
 };
 
-// Splits tokens among threads, has `load(row, first, count)` make tiles, and merges what they give.
-template <typename Load>
+// Splits tokens among threads, each of which has a `Room` where `load(room, row, first, count)` makes tiles, and merges
+// what they give.
+template <typename Room, typename Load>
 void attend(const Call& call, Load load) {
-    const int64_t number = (call.queries + LANES - 1) / LANES;
-    const int64_t wanted = call.threads == 1 ? 1 : (2 * call.threads + call.batch - 1) / call.batch;
+    const int64_t number = (call.queries + LANES - 1) / LANES, tiles = (call.tokens + TILE - 1) / TILE;
+    const int64_t wanted = call.threads == 1 ? 1 : (SHARES * call.threads + call.batch - 1) / call.batch;
     const int64_t splits = std::max<int64_t>(1, std::min(wanted, call.tokens / call.split_tokens));
     std::unique_ptr<Block[]> blocks(new Block[call.batch * splits * number]);
-#pragma omp parallel for num_threads(call.threads) schedule(dynamic)
-    for (int64_t job = 0; job < call.batch * splits; job++) {
-        const int64_t row = job / splits, split = job % splits;
-        const int64_t stop = call.tokens * (split + 1) / splits;
-        Block* own = &blocks[job * number];
-        for (int64_t b = 0; b < number; b++)
-            own[b].begin(call.query + (row * call.queries + b * LANES) * DIM, call.queries - b * LANES);
-        for (int64_t first = call.tokens * split / splits; first < stop; first += TILE) {
-            const int count = (int)std::min<int64_t>(TILE, stop - first);
-            meet_all(load(row, first, count), count, (float)call.scaling, own, number);
+    bool failed = false;
+#pragma omp parallel num_threads(call.threads) reduction(|| : failed)
+    {
+        std::unique_ptr<Room> room(new (std::nothrow) Room);
+        failed = !room;
+#pragma omp for schedule(dynamic)
+        for (int64_t job = 0; job < call.batch * splits; job++) {
+            const int64_t row = job / splits, split = job % splits;
+            const int64_t stop = std::min(tiles * (split + 1) / splits * TILE, call.tokens);
+            Block* own = &blocks[job * number];
+            for (int64_t b = 0; b < number; b++)
+                own[b].begin(call.query + (row * call.queries + b * LANES) * DIM, call.queries - b * LANES);
+            for (int64_t first = tiles * split / splits * TILE; room && first < stop; first += TILE) {
+                const int count = (int)std::min<int64_t>(TILE, stop - first);
+                meet_all(load(*room, row, first, count), count, (float)call.scaling, own, number);
+            }
         }
     }
+    if (failed) throw std::bad_alloc();
 #pragma omp parallel for num_threads(call.threads)
     for (int64_t each = 0; each < call.batch * number; each++) {
         const int64_t row = each / number, b = each % number, first = row * call.queries + b * LANES;
@@ -85,11 +99,24 @@ extern "C" int64_t call_size() { return sizeof(Call); }
 
 // Returns 1 if memory ran out.
 extern "C" int latent_attention(const Call* call) try {
-    attend(*call, [&](int64_t row, int64_t first, int count) {
-        static thread_local std::unique_ptr<Stored> room(new Stored);
-        return room->load(call->latents + row * call->row_stride + first * DIM, count);
+    attend<Stored>(*call, [&](Stored& room, int64_t row, int64_t first, int count) {
+        return room.load(call->latents + row * call->row_stride + first * DIM, count);
     });
     return 0;
 } catch (...) {
     return 1;
 }
+
+#if KEY_BITS > 0
+extern "C" int64_t coding_size() { return sizeof(Coding); }
+
+// Likewise, over the first tokens of a bulk in records.
+extern "C" int recorded_latent_attention(const Call* call, const Coding* coding) try {
+    attend<Recorded>(*call, [&](Recorded& room, int64_t row, int64_t first, int count) {
+        return room.load(*coding, row, first, count);
+    });
+    return 0;
+} catch (...) {
+    return 1;
+}
+#endif

@@ -21,20 +21,20 @@ constexpr int SUMMED = 96;     // products of a sum before it is added to others
 #if defined(BFLOAT16) && defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define PAIRS 1
 using Word = uint32_t;
-using Vector = Integers;
-INLINED Singles added(Singles sum, Word word, Vector lanes) {
+using Numbers = Integers;
+INLINED Singles added(Singles sum, Word word, Numbers lanes) {
     return (Singles)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(Integers{} + (int32_t)word), (__m512bh)lanes);
 }
 INLINED __m256i narrow(Singles wide) { return (__m256i)_mm512_cvtneps_pbh((__m512)wide); }
 // Words of a number of each of two vectors.
-INLINED Vector paired(Singles low, Singles high) {
-    return (Vector)_mm512_cvtepu16_epi32(narrow(low)) | (Vector)_mm512_cvtepu16_epi32(narrow(high)) << 16;
+INLINED Numbers paired(Singles low, Singles high) {
+    return (Numbers)_mm512_cvtepu16_epi32(narrow(low)) | (Numbers)_mm512_cvtepu16_epi32(narrow(high)) << 16;
 }
 #else
 #define PAIRS 0
 using Word = float;
-using Vector = Singles;
-INLINED Singles added(Singles sum, Word word, Vector lanes) { return sum + word * lanes; }
+using Numbers = Singles;
+INLINED Singles added(Singles sum, Word word, Numbers lanes) { return sum + word * lanes; }
 #endif
 constexpr int IN_WORD = PAIRS ? 2 : 1;
 constexpr int WORDS = DIM / IN_WORD, TOKEN_WORDS = TILE / IN_WORD;
@@ -104,9 +104,9 @@ INLINED void score(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, con
             for (int w = first; w < std::min(first + SUMMED, WORDS); w++) {
                 if (tile.next && w * CACHE_LINE < BYTES)
                     __builtin_prefetch(tile.next + t * (TILE_BYTES / TILE) + w * CACHE_LINE, 0, TO_L2);
-                Vector queries[ACROSS];
+                Numbers queries[ACROSS];
 #pragma GCC unroll 2
-                for (int a = 0; a < ACROSS; a++) queries[a] = loaded<Vector>(blocks[a].words[w]);
+                for (int a = 0; a < ACROSS; a++) queries[a] = loaded<Numbers>(blocks[a].words[w]);
 #pragma GCC unroll 16
                 for (int i = 0; i < DOWN; i++) {
                     const Word word = tile.keys[(t + i) * TOKEN + w * CHANNEL];
@@ -172,9 +172,9 @@ INLINED void add(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, const
     for (int d = 0; d < RANK; d += DOWN) {
         Singles sums[DOWN][ACROSS] = {};
         for (int t = 0; t < TOKEN_WORDS; t++) {
-            Vector each[ACROSS];
+            Numbers each[ACROSS];
 #pragma GCC unroll 2
-            for (int a = 0; a < ACROSS; a++) each[a] = loaded<Vector>(weights[t][a]);
+            for (int a = 0; a < ACROSS; a++) each[a] = loaded<Numbers>(weights[t][a]);
 #pragma GCC unroll 16
             for (int i = 0; i < DOWN; i++) {
                 const Word word = tile.values[t * SUM_TOKEN + (d + i) * SUM_CHANNEL];
