@@ -13,9 +13,9 @@ constexpr int64_t SHARES = 2;  // of the work, for each thread
 
 // The arguments, `Call` of latent.py.
 struct Call {
-    const Element* query;    // [batch, queries, DIM]
+    const Element* query;  // [batch, queries, DIM]
     const Element* latents;  // [batch, tokens, DIM], rows so many elements apart
-    float *out, *lse;        // [batch, queries, RANK], [batch, queries]
+    float *out, *lse;  // [batch, queries, RANK], [batch, queries]
     int64_t batch, queries, tokens, row_stride, split_tokens, threads;
     double scaling;
 };
@@ -62,7 +62,7 @@ template <typename Room, typename Load>
 void attend(const Call& call, Load load) {
     const int64_t number = (call.queries + LANES - 1) / LANES, tiles = (call.tokens + TILE - 1) / TILE;
     const int64_t wanted = call.threads == 1 ? 1 : (SHARES * call.threads + call.batch - 1) / call.batch;
-    const int64_t splits = std::max<int64_t>(1, std::min(wanted, call.tokens / call.split_tokens));
+    const int64_t splits = std::max<int64_t>(1, std::min({wanted, tiles, call.tokens / call.split_tokens}));
     std::unique_ptr<Block[]> blocks(new Block[call.batch * splits * number]);
     bool failed = false;
 #pragma omp parallel num_threads(call.threads) reduction(|| : failed)

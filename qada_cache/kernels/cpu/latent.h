@@ -63,7 +63,7 @@ struct alignas(CACHE_LINE) Block {
             }
     }
 
-    // Takes in what another block found of the same queries.
+    // Takes in what another block found of the same queries, in other tokens.
     void merge(const Block& other) {
         for (int q = 0; q < LANES; q++) {
             const float most = std::max(peak[q], other.peak[q]);
@@ -74,11 +74,12 @@ struct alignas(CACHE_LINE) Block {
         }
     }
 
-    // `out` [*, RANK] and `lse` [*] of `count` queries.
+    // `out` [*, RANK] and `lse` [*] of `count` queries; of no tokens 0 and -inf.
     void finish(int64_t count, float* out, float* lse) const {
         for (int q = 0; q < std::min<int64_t>(LANES, count); q++) {
+            const float scale = total[q] == 0 ? 0 : 1 / total[q];
             lse[q] = peak[q] + logf(total[q]);
-            for (int d = 0; d < RANK; d++) out[q * RANK + d] = sums[d][q] / total[q];
+            for (int d = 0; d < RANK; d++) out[q * RANK + d] = sums[d][q] * scale;
         }
     }
 };

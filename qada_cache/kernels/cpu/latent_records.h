@@ -1,6 +1,6 @@
 // Latents out of records of few bits (sketch/coded.py), a tile at a time, as `score` and `add` of latent.h read them.
-// Each vector has one channel of `TOKENS` tokens. What codes are rotated by has entries of 1 and -1, so that it is exact
-// in whole numbers; their scales come last.
+// Each vector has one channel of `TOKENS` tokens. What codes are rotated by has entries of 1 and -1, so that it is
+// exact in whole numbers; their scales come last.
 
 #pragma once
 
@@ -57,7 +57,7 @@ struct Residuals {
     static constexpr int CHUNK = sizeof(Row), CHUNKS = (DIM + CHUNK - 1) / CHUNK;  // channels
     static constexpr int MOST = (1 << KEY_BITS) - 1;
     // What holds a sum of a block's codes, twice.
-    using Whole = std::conditional_t<2 * MOST * KEY_BLOCK < 1 << 15, int16_t, int32_t>;
+    using Whole = std::conditional_t < 2 * MOST* KEY_BLOCK<1 << 15, int16_t, int32_t>;
     typedef Whole Wholes __attribute__((vector_size(sizeof(Whole) * TOKENS)));
 
     alignas(CACHE_LINE) uint8_t rows[TOKENS][CHUNKS * CHUNK] = {}, columns[CHUNKS * CHUNK * TOKENS];
@@ -90,8 +90,8 @@ struct Residuals {
                channel % FITTING * TOKENS;
     }
 
-    // The rotated odd integers of a block of `KEY_BLOCK` channels. What they are less than twice their codes is the same
-    // for all of them, of which a rotation leaves something in the first channel alone.
+    // The rotated odd integers of a block of `KEY_BLOCK` channels. What they are less than twice their codes is the
+    // same for all of them, of which a rotation leaves something in the first channel alone.
     INLINED void turn(int first, Wholes* found) const {
         for (int d = 0; d < KEY_BLOCK; d++)
             found[d] = 2 * __builtin_convertvector(loaded<Octets>(columns + find_place(first + d)), Wholes);
@@ -208,8 +208,7 @@ struct Recorded {
             for (int first = 0; first < WORD_BITS / BITS; first += 8, next += 8) {
                 Integers block[8];
 #pragma GCC unroll 8
-                for (int i = 0; i < 8; i++)
-                    block[i] = packed >> (i % 4 * 8 + (first + i) / 4 * BITS) & MOST;
+                for (int i = 0; i < 8; i++) block[i] = packed >> (i % 4 * 8 + (first + i) / 4 * BITS) & MOST;
                 add_and_subtract<8>(block);
                 block[0] -= 4 * MOST;
 #pragma GCC unroll 8
