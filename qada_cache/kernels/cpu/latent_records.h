@@ -21,7 +21,11 @@ INLINED Row interleaved(Row one, Row other) {
     return (Row)(SECOND ? _mm256_unpackhi_epi8(a, b) : _mm256_unpacklo_epi8(a, b));
 #else
     Row found;
-    for (int i = 0; i < int(sizeof found); i++) found[i] = (i % 2 ? other : one)[i / 16 * 16 + SECOND * 8 + i % 16 / 2];
+    for (int lane = 0; lane < int(sizeof found); lane += 16)
+        for (int i = 0; i < 8; i++) {
+            found[lane + 2 * i] = one[lane + SECOND * 8 + i];
+            found[lane + 2 * i + 1] = other[lane + SECOND * 8 + i];
+        }
     return found;
 #endif
 }
