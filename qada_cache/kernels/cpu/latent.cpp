@@ -50,7 +50,11 @@ struct Stored {
         return {latents, latents, next};
 #else
         for (int t = 0; t < TILE; t++)
+#if defined(FLOAT16)
+            for (int d = 0; d < DIM; d += WIDTH) store(&wide[t][d], widen<WIDTH>(latents + t * DIM + d));
+#else
             for (int d = 0; d < DIM; d++) wide[t][d] = widen(latents[t * DIM + d]);
+#endif
         return {wide[0], wide[0], next};
 #endif
     }
