@@ -124,7 +124,9 @@ def _build_latent_kernels(device: torch.device, dtype: torch.dtype, shared: Shar
             prompt.build(*of_prompt)
         if (layout := RecordLayout.from_bits(sizes.dim, 0, shared.options.bulk_bits)) is not None:
             recording.build_coder(layout)
-        if latent.serves_sizes(dtype, sizes.dim, sizes.rank) and latent.build(dtype, *(sizes.dim, sizes.rank), layout):
+        if latent.serves_sizes(dtype, sizes.dim, sizes.rank) and latent.build_latent(
+            dtype, *(sizes.dim, sizes.rank), layout
+        ):
             return
     latents = torch.zeros(1, 1, MIN_TOKENS, sizes.dim, dtype=dtype, device=device)
     for tokens in (1, 2):

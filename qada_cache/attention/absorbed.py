@@ -27,7 +27,7 @@ def attend_to_parts(
     every, bulk, tokens = slice(0, rows.stop - rows.start), store.bulk, store.lengths[rows.start]
 
     def attend(at: slice, latents: Tensor) -> tuple[Tensor, Tensor]:
-        if kernels != "torch" and compiled.serves(queries, latents, rank, tokens):
+        if kernels != "torch" and compiled.serves_latents(queries, latents, rank, tokens):
             layout = store.record_layout
             found = compiled.attend_latents(queries[at], latents, rank, scaling=scaling, layout=layout)
             if found is not None:
@@ -59,7 +59,7 @@ def _attend_to_records(
     records, stored = bulk.records, bulk.stored[rows.start]
     if records is None or not stored or bulk.offloaded:
         return None
-    if not compiled.serves(queries, bulk.keys, rank, bulk.lengths[rows.start]):
+    if not compiled.serves_latents(queries, bulk.keys, rank, bulk.lengths[rows.start]):
         return None
     assert bulk.sketch is not None
     sketch, segments = bulk.sketch.tensors.map(lambda held: held[rows]), count_segments(bulk.lengths[rows.start])

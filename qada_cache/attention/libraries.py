@@ -52,7 +52,9 @@ def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSiz
     found, layout = list[Library](), RecordLayout.from_bits(dim, 0, options.bulk_bits)
     if latent.serves_sizes(dtype, dim, rank):
         of_latents = dtype, dim, rank, layout
-        found.append(Library(latent.SOURCE, latent.define_latent(*of_latents), partial(latent.build, *of_latents)))
+        found.append(
+            Library(latent.SOURCE, latent.define_latent(*of_latents), partial(latent.build_latent, *of_latents))
+        )
     return found + _list_coders(layout, dim, sketched=False)
 
 

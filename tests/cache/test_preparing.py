@@ -208,7 +208,7 @@ def test_latents_are_attended_to_ahead(compiles: bool, monkeypatch: pytest.Monke
     kernels: list[tuple[Any, ...]] = []
     monkeypatch.setattr(preparing, "partial_attention", lambda *given, **_: calls.extend(t.shape for t in given))
     monkeypatch.setattr(preparing.prompt, "build", lambda *given: builds.append(given))
-    monkeypatch.setattr(preparing.latent, "build", lambda *given: kernels.append(given) or compiles)
+    monkeypatch.setattr(preparing.latent, "build_latent", lambda *given: kernels.append(given) or compiles)
     prepare(tiny("deepseek_v3"))
     assert not builds  # whose values have 8 channels, no whole vector
     calls.clear()

@@ -35,9 +35,9 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     # What the source has for older ones is the subject: the compiler need not do its best.
     flags = flags if request.param == NATIVE else ["-O1" if flag == "-O3" else flag for flag in flags]
     monkeypatch.setattr(building, "FLAGS", tuple(flags))
-    latent.build.cache_clear()
+    latent.build_latent.cache_clear()
     yield
-    latent.build.cache_clear()
+    latent.build_latent.cache_clear()
 
 
 def tensors(queries: int, tokens: int, dim: int, dtype: torch.dtype, spread: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def test_as_near_to_float64_as_torch(dtype: torch.dtype, dim: int, rank: int) ->
     errors: list[tuple[Tensor, Tensor]] = []
     for queries, tokens in CALLS:
         query, latents = tensors(queries, tokens, dim, dtype)
-        assert latent.serves(query, latents, rank, 1024)
+        assert latent.serves_latents(query, latents, rank, 1024)
         found = latent.attend_latents(query, latents, rank, scaling=SCALING)
         assert found is not None
         wanted, wanted_lse = in_float64(query, latents, rank)

@@ -31,7 +31,7 @@ class Call(ctypes.Structure):
     )
 
 
-def serves(query: Tensor, latents: Tensor, rank: int, tokens: int) -> bool:
+def serves_latents(query: Tensor, latents: Tensor, rank: int, tokens: int) -> bool:
     """Whether there is a kernel for such calls, but for the build; `tokens` are all that their layer holds."""
     return (
         query.device.type == latents.device.type == "cpu"
@@ -50,8 +50,8 @@ def serves_sizes(dtype: torch.dtype, dim: int, rank: int) -> bool:
 def attend_latents(
     query: Tensor, latents: Tensor, rank: int, *, scaling: float, layout: RecordLayout | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Attention over one part of the keys, for calls that `serves` admits; None, if the kernel cannot be built. Weights
-    of bfloat16 latents are rounded to bfloat16 where the processor multiplies it; all else is float32.
+    """Attention over one part of the keys, for calls that `serves_latents` admits; None, if the kernel cannot be built.
+    Weights of bfloat16 latents are rounded to bfloat16 where the processor multiplies it; all else is float32.
 
     Args:
         query: `[batch, 1, queries, dim]`, of all heads.
@@ -62,9 +62,9 @@ def attend_latents(
     Returns `out` float32 `[batch, 1, queries, rank]` and `lse` float32 `[batch, 1, queries]`, as `partial_attention`.
     """
     (batch, _, _, dim), tokens = query.shape, latents.shape[2]
-    if (library := build(query.dtype, dim, rank, layout)) is None:
+    if (library := build_latent(query.dtype, dim, rank, layout)) is None:
         return None
-    call, found = _describe(query, rank, tokens, scaling)
+    call, found = _make_call(query, rank, tokens, scaling)
     call.latents = find_address("latents", latents, query.dtype, (batch, 1, tokens, dim), packed=2)
     call.row_stride = latents.stride(0)
     library.latent_attention(ctypes.byref(call))
@@ -85,22 +85,23 @@ def attend_recorded_latents(
     """Likewise over a bulk's first tokens, which lie in `records` `[batch, 1, tokens, size]`; other arguments are as
     for `decode_records`."""
     tokens = records.shape[2]
-    if (library := build(query.dtype, query.shape[3], rank, layout)) is None:
+    if (library := build_latent(query.dtype, query.shape[3], rank, layout)) is None:
         return None
-    call, found = _describe(query, rank, tokens, scaling)
+    call, found = _make_call(query, rank, tokens, scaling)
     coding = describe_records(records, sketch, weights[None], layout, first=0, segments=segments)
     library.recorded_latent_attention(ctypes.byref(call), ctypes.byref(coding))
     return found[1], found[2]
 
 
-def _describe(query: Tensor, rank: int, tokens: int, scaling: float) -> tuple[Call, tuple[Tensor, Tensor, Tensor]]:
+def _make_call(query: Tensor, rank: int, tokens: int, scaling: float) -> tuple[Call, tuple[Tensor, Tensor, Tensor]]:
     """A call, and what it has the addresses of: queries, `out` and `lse`."""
     (batch, _, queries, dim), query = query.shape, query.contiguous()
     out = torch.empty(batch, 1, queries, rank, dtype=torch.float32, device="cpu")
     lse = torch.empty(batch, 1, queries, dtype=torch.float32, device="cpu")
     call = Call(
         query=find_address("query", query, ELEMENTS, (batch, 1, queries, dim)),
-        out=out.data_ptr(), lse=lse.data_ptr(), batch=batch, queries=queries, tokens=tokens,
+        out=find_address("out", out, torch.float32, (batch, 1, queries, rank)),
+        lse=find_address("lse", lse, torch.float32, (batch, 1, queries)), batch=batch, queries=queries, tokens=tokens,
         split_tokens=THREAD_TOKENS, threads=torch.get_num_threads(), scaling=scaling,
     )  # fmt: skip
     return call, (query, out, lse)
@@ -112,7 +113,7 @@ def define_latent(dtype: torch.dtype, dim: int, rank: int, layout: RecordLayout 
 
 
 @functools.cache
-def build(dtype: torch.dtype, dim: int, rank: int, layout: RecordLayout | None = None) -> ctypes.CDLL | None:
+def build_latent(dtype: torch.dtype, dim: int, rank: int, layout: RecordLayout | None = None) -> ctypes.CDLL | None:
     """The library for these sizes, and bulks of such records, built if need be; None, with one warning, if it cannot
     be."""
     warning = "the fast kernel for latent attention on CPUs could not be built, torch's slower one serves"
