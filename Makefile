@@ -57,13 +57,13 @@ check-python: $(VENV)/.installed
 	$(VENV)/bin/lint-imports --no-logo
 
 # Form, warnings, and tests of the compiled kernels with every access and operation watched.
-WATCHED := (compiled or prompt) and (float64 or far_apart or threads or finite or segments or long_rows or outweighs or no_token or padding or rough or (whole_heads and dtype0)) or (test_recording and (float64 or records_are)) or test_quantizing
+WATCHED := (compiled or prompt) and (float64 or far_apart or threads or finite or segments or long_rows or outweighs or no_token or padding or rough or (whole_heads and dtype0)) or (test_recording and (float64 or records_are)) or test_quantizing or test_latent_kernel
 check-cpp: $(VENV)/.installed
 	$(VENV)/bin/clang-format --dry-run -Werror qada_cache/kernels/cpu/*.h qada_cache/kernels/cpu/*.cpp
 	$(RUN) -m tests.helpers.check_cpp
 	CXX=$(CURDIR)/tests/helpers/sanitized-c++ ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
-		$(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_selected_tokens.py tests/kernels/test_prompt.py tests/kernels/test_selected_prompt.py tests/kernels/test_records.py tests/kernels/test_recording.py tests/kernels/test_quantizing.py -k "$(WATCHED)"
+		$(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_selected_tokens.py tests/kernels/test_prompt.py tests/kernels/test_selected_prompt.py tests/kernels/test_records.py tests/kernels/test_recording.py tests/kernels/test_quantizing.py tests/kernels/test_latent_kernel.py -k "$(WATCHED)"
 
 # The site in .docs/site, from an environment of its own: pages are read where they lie, docstrings without an import.
 $(DOCS)/.installed: constraints.txt

@@ -13,7 +13,7 @@ from .attention.libraries import list_libraries
 from .attention.plan import find_kernel
 from .cache import QAdACache
 from .kernels import partial_attention
-from .kernels.cpu import prompt, recording
+from .kernels.cpu import latent, prompt, recording
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
 from .models import find_inputs_device, find_value_dim, list_sizes, read_sizes, unwrap_model
@@ -134,6 +134,10 @@ def _build_latent_kernels(device: torch.device, dtype: torch.dtype, shared: Shar
             prompt.build(*of_prompt)
         if (layout := RecordLayout.from_bits(sizes.dim, 0, shared.options.bulk_bits)) is not None:
             recording.build_coder(layout)
+        if latent.serves_sizes(dtype, sizes.dim, sizes.rank) and latent.build_latent(
+            dtype, *(sizes.dim, sizes.rank), layout
+        ):
+            return
     latents = torch.zeros(1, 1, MIN_TOKENS, sizes.dim, dtype=dtype, device=device)
     for tokens in (1, 2):
         states = latents.new_zeros(1, 1, config.num_attention_heads * tokens, sizes.dim)

@@ -34,6 +34,7 @@ from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
 from ..storage.reading import stream
+from .absorbed import attend_to_parts
 
 EXPANDED = 1 << 24  # numbers of keys and values of a block, 64 MiB in float32
 MIN_BLOCK = 256  # tokens
@@ -223,16 +224,14 @@ class LatentAttention:
 
     def _attend_absorbed(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
         grouped = self._absorb(states)
-        out = grouped.new_zeros(grouped.shape, dtype=torch.float32)
+        out = grouped.new_zeros(*grouped.shape[:3], self.layer.sizes.rank, dtype=torch.float32)
         lse = out.new_full(out.shape[:-1], -torch.inf)
-        # The rotary channels of the values are computed and left out: so one tensor is keys and values.
-        for keys, _ in self.store.view_near(rows):
-            out, lse = merge_partials(out, lse, *partial_attention(grouped, keys, keys, **self.told))
-        for part in stream(self.store.bulk, rows):
-            at = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
-            far = partial_attention(grouped[at], part.keys, part.keys, **self.told)
+        parts = attend_to_parts(
+            self.store, rows, grouped, self.layer.sizes.rank, scaling=self.query.scaling, kernels=self.told["kernels"]
+        )
+        for at, *far, nbytes in parts:
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
-            self.layer.counters.streamed_bytes += part.bulk_read_bytes
+            self.layer.counters.streamed_bytes += nbytes
         return self._project(out, lse, states)
 
     def _absorb(self, states: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu
-from ..kernels.cpu import prompt, quantizing, recording, selected_prompt
+from ..kernels.cpu import latent, prompt, quantizing, recording, selected_prompt
 from ..kernels.cpu.building import Library, build_ahead
 from ..kernels.operands import Query
+from ..models.latent import LatentSizes
 from ..sketch import BLOCK
 from ..sketch.coded import RecordLayout
 from ..state import Options
@@ -33,12 +34,7 @@ def list_libraries(
         if by_torch or options.audit_every:  # which read whole heads by partial attention
             sizes = dim, value_dim, cpu.round_queries(group), None
             found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
-    if layout is not None:
-        macros = recording.define_coder(layout)
-        found.append(Library(recording.SOURCE, macros, partial(recording.build_coder, layout)))
-    if dim % BLOCK == 0 and (options.selects_tokens or layout is not None):
-        macros = quantizing.define_quantizer(dim)
-        found.append(Library(quantizing.SOURCE, macros, partial(quantizing.build_quantizer, dim)))
+    found += _list_coders(layout, dim, sketched=options.selects_tokens)
     if plain and prompt.read_instructions() >= prompt.NEEDED and prompt.serves_sizes(dim, value_dim, dtype):
         of_prompt = dim, value_dim, dtype
         if options.prefill_threshold and dim % 4 == 0:
@@ -48,14 +44,41 @@ def list_libraries(
     return found
 
 
+def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSizes) -> list[Library]:
+    """Likewise of layers that cache latents of these `sizes`, behind their prompt, whose keys are expanded."""
+    dim, rank = sizes.dim, sizes.rank
+    if options.kernels == "torch":
+        return []
+    found, layout = list[Library](), RecordLayout.from_bits(dim, 0, options.bulk_bits)
+    if latent.serves_sizes(dtype, dim, rank):
+        of_latents = dtype, dim, rank, layout
+        found.append(
+            Library(latent.SOURCE, latent.define_latent(*of_latents), partial(latent.build_latent, *of_latents))
+        )
+    return found + _list_coders(layout, dim, sketched=False)
+
+
+def _list_coders(layout: RecordLayout | None, dim: int, *, sketched: bool) -> list[Library]:
+    """Those that make and read records, and a sketch, which all records are behind."""
+    found = list[Library]()
+    if layout is not None:
+        macros = recording.define_coder(layout)
+        found.append(Library(recording.SOURCE, macros, partial(recording.build_coder, layout)))
+    if dim % BLOCK == 0 and (sketched or layout is not None):
+        macros = quantizing.define_quantizer(dim)
+        found.append(Library(quantizing.SOURCE, macros, partial(quantizing.build_quantizer, dim)))
+    return found
+
+
 def build_for_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor, tokens: int) -> None:
     """Start building what is not there yet, in the background, as the first layer begins to read a text whose prompt
     ends with token `tokens`, padding included: if its bulk will be one that kernels decode from."""
-    if layer.shared.model.latents is not None:  # which nobody decides about
-        return
     states, batch = query.states, len(key)
     bulk = tokens - min(layer.padding.count_by_row(batch)) - layer.options.local_tokens
     if bulk < cpu.MIN_TOKENS or not states.is_cpu or not states.dtype == key.dtype == value.dtype:
+        return
+    if (latents := layer.shared.model.latents) is not None:
+        build_ahead(list_latent_libraries(layer.options, states.dtype, latents))
         return
     sizes = {"group": states.shape[1] // key.shape[1], "dim": key.shape[3], "value_dim": value.shape[3]}
     plain = query.softcap is None and query.sink_logits is None

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from qada_cache import QAdACache
 from qada_cache.attention import call, libraries
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import building, quantizing, recording
+from qada_cache.kernels.cpu import building, latent, quantizing, recording
 from qada_cache.kernels.cpu import prompt as prompt_kernel
 from qada_cache.kernels.operands import Query
 from qada_cache.versions import pass_cache
@@ -124,6 +124,15 @@ def test_the_fewest_tokens(begun: list[list[Path]]) -> None:
     assert begun == [[cpu.SOURCE, quantizing.SOURCE]]
     read(make(local_tokens=256), FEWEST)
     assert len(begun) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(("bits", "coders"), [(16, []), (8, [recording.SOURCE, quantizing.SOURCE])])
+def test_latents(bits: int, coders: list[Path], begun: list[list[Path]]) -> None:
+    model = tiny("deepseek_v3", max_position_embeddings=4096)
+    read(lambda model: QAdACache(model, bulk_bits=bits), FEWEST, model=model)
+    read(lambda model: QAdACache(model, bulk_bits=bits, kernels="torch"), FEWEST, model=model)
+    assert begun == [[latent.SOURCE, *coders], []]
 
 
 @needs_compiler

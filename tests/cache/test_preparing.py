@@ -199,19 +199,24 @@ def test_a_config_that_does_not_say_how_wide_keys_are(moments: str, monkeypatch:
     assert [(1, sizes["kv_heads"], sizes["dim"]) for sizes in built] == [seen]
 
 
-def test_latents_are_attended_to_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By tokens and short turns, and in prompts, whose keys are expanded. Nothing is collected, as all is read."""
+@pytest.mark.parametrize("compiles", [True, False])
+def test_latents_are_attended_to_ahead(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tokens and short turns, unless a kernel of their own does, and in prompts, whose keys are expanded. Nothing is
+    collected, as all is read."""
     calls: list[tuple[int, ...]] = []
     builds: list[tuple[int, ...]] = []
+    kernels: list[tuple[Any, ...]] = []
     monkeypatch.setattr(preparing, "partial_attention", lambda *given, **_: calls.extend(t.shape for t in given))
     monkeypatch.setattr(preparing.prompt, "build", lambda *given: builds.append(given))
+    monkeypatch.setattr(preparing.latent, "build_latent", lambda *given: kernels.append(given) or compiles)
     prepare(tiny("deepseek_v3"))
     assert not builds  # whose values have 8 channels, no whole vector
     calls.clear()
     prepare(tiny("deepseek_v3", v_head_dim=16))
     latents = [(1, 1, MIN_TOKENS, 24)] * 2  # keys, and values that are a part of them
-    assert calls == [(1, 1, 4, 24), *latents, (1, 1, 8, 24), *latents]
+    assert calls == ([] if compiles else [(1, 1, 4, 24), *latents, (1, 1, 8, 24), *latents])
     assert builds == [(16, 16, torch.float32)]
+    assert kernels == 2 * [(torch.float32, 24, 16, None)]
 
 
 @pytest.mark.skipif(not choice._is_installed(), reason="needs triton")

@@ -72,16 +72,27 @@ def _call(
     function: Callable, records: Tensor, keys: Tensor, values: Tensor, sketch: Sketch, weights: Tensor,
     layout: RecordLayout, *, first: int, segments: int,
 ) -> None:  # fmt: skip
+    each = records.shape[:3]
+    weights = weights.expand(each[1], -1).contiguous()[None]
+    call = describe_records(records, sketch, weights, layout, first=first, segments=segments)
+    call.keys = find_view("keys", keys, torch.float32, (*each, layout.dim), packed=2)
+    call.values = find_view("values", values, torch.float32, (*each, layout.value_dim), packed=2)
+    function(ctypes.byref(call))
+
+
+def describe_records(
+    records: Tensor, sketch: Sketch, weights: Tensor, layout: RecordLayout, *, first: int, segments: int
+) -> Coding:
+    """`records` and their sketch, without keys and values; arguments as for `decode_records`, but `weights` float32
+    `[1, heads, dim]`. OperandError, if they do not fit each other."""
     (rows, heads, tokens), capacity = records.shape[:3], sketch.scales.shape[2]
     if not 0 <= first <= capacity - tokens:
         raise OperandError("first", first, f"from 0 to {capacity - tokens}, as the sketch has room for {capacity}")
     if not 0 < segments <= sketch.units.shape[2]:
         raise OperandError("segments", segments, f"from 1 to {sketch.units.shape[2]}, as the sketch has")
-    weights, each = weights.expand(heads, -1).contiguous()[None], (rows, heads)
+    each = (rows, heads)
     views = {
         "records": find_view("records", records, torch.uint8, (*each, tokens, layout.size), packed=2),
-        "keys": find_view("keys", keys, torch.float32, (*each, tokens, layout.dim), packed=2),
-        "values": find_view("values", values, torch.float32, (*each, tokens, layout.value_dim), packed=2),
         "record_weights": find_view("weights", weights, torch.float32, (1, heads, layout.dim), packed=2),
     }
     fields = list_fields(layout.dim, layout.value_dim, sketch.codes.shape[2], capacity)
@@ -90,7 +101,7 @@ def _call(
     call = Coding(**views, batch=rows, heads=heads, tokens=tokens)
     call.first, call.room, call.segment_tokens = first, capacity, SEGMENT_TOKENS
     call.segments, call.threads, call.words = segments, torch.get_num_threads(), sketch.layout.words
-    function(ctypes.byref(call))
+    return call
 
 
 def define_coder(layout: RecordLayout) -> tuple[str, ...]:

@@ -1,24 +1,9 @@
 // Records of tokens, and tokens of records: `code_tokens`, `decode_keys` and `decode_values` of sketch/coded.py. Each
 // vector has one channel of `TOKENS` tokens.
 
-#include "decide.h"
+#include "coding.h"
 
 namespace {
-
-// The arguments, `Coding` of recording.py.
-struct Coding {
-    View<uint8_t> records;
-    View<const uint32_t> codes;  // these and the next ones as in `Sketch` (sketch/codec.py)
-    View<const uint8_t> scales;
-    View<const float> units;
-    View<const uint16_t> centres, weights;
-    View<const Channel> order;
-    View<const float> record_weights;  // [DIM], `m` of sketch/coded.py
-    View<float> keys, values;  // [tokens, DIM] and [tokens, VALUE_DIM], one after the other
-    int64_t batch, heads, tokens, first;  // of the bulk's tokens, the first one
-    int64_t room, segment_tokens, segments, threads;  // of codes, the tokens between two words
-    Words words;
-};
 
 // `count` tokens of one segment.
 struct CodedTokens {

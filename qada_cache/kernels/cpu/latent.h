@@ -1,0 +1,215 @@
+// Latent attention of many queries over few tokens at a time: all queries share one key, whose first RANK channels are
+// the value.
+//
+// A vector has one number of each of LANES queries, which meet a tile's numbers one by one: these are read from where
+// they lie, in whatever order, and nothing is transposed. Two products are made of a tile while it lies in the second
+// cache: scores, and sums of channels times weights.
+//
+// Numbers come in words: pairs of bfloat16 where the processor multiplies these, else floats.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int LANES = TOKENS;  // queries of a vector
+constexpr int TILE = 64;       // tokens
+constexpr int SUMS = REGISTERS / 3 * 2;  // vectors that are summed at once
+constexpr int SUMMED = 96;     // products of a sum before it is added to others: long sums lose more to rounding
+
+#if defined(BFLOAT16) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIRS 1
+using Word = uint32_t;
+using Numbers = Integers;
+INLINED Singles added(Singles sum, Word word, Numbers lanes) {
+    return (Singles)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(Integers{} + (int32_t)word), (__m512bh)lanes);
+}
+INLINED __m256i narrow(Singles wide) { return (__m256i)_mm512_cvtneps_pbh((__m512)wide); }
+// Words of a number of each of two vectors.
+INLINED Numbers paired(Singles low, Singles high) {
+    return (Numbers)_mm512_cvtepu16_epi32(narrow(low)) | (Numbers)_mm512_cvtepu16_epi32(narrow(high)) << 16;
+}
+#else
+#define PAIRS 0
+using Word = float;
+using Numbers = Singles;
+INLINED Singles added(Singles sum, Word word, Numbers lanes) { return sum + word * lanes; }
+#endif
+constexpr int IN_WORD = PAIRS ? 2 : 1;
+constexpr int WORDS = DIM / IN_WORD, TOKEN_WORDS = TILE / IN_WORD;
+static_assert(RANK <= DIM && DIM % IN_WORD == 0 && RANK % SUMS == 0 && TILE % SUMS == 0);
+
+template <typename Lanes>
+INLINED void store(void* to, Lanes lanes) {
+    std::memcpy(to, &lanes, sizeof lanes);
+}
+
+// `LANES` queries, and what is known of them after some tiles: the largest score, and sums of weights and of channels
+// times weights.
+struct alignas(CACHE_LINE) Block {
+    Word words[WORDS][LANES];
+    float sums[RANK][LANES];
+    float peak[LANES], total[LANES];
+
+    // `count` queries [*, DIM], and nothing where there are fewer.
+    void begin(const Element* queries, int64_t count) {
+        std::memset(this, 0, sizeof *this);
+        std::fill_n(peak, LANES, -INFINITY);
+        for (int q = 0; q < std::min<int64_t>(LANES, count); q++)
+            for (int w = 0; w < WORDS; w++) {
+                if (PAIRS) std::memcpy(&words[w][q], queries + q * DIM + w * IN_WORD, sizeof(Word));
+                else words[w][q] = (Word)widen(queries[q * DIM + w]);
+            }
+    }
+
+    // Takes in what another block found of the same queries, in other tokens.
+    void merge(const Block& other) {
+        for (int q = 0; q < LANES; q++) {
+            const float most = std::max(peak[q], other.peak[q]);
+            const float own = expf(peak[q] - most), others = expf(other.peak[q] - most);
+            peak[q] = most;
+            total[q] = total[q] * own + other.total[q] * others;
+            for (int d = 0; d < RANK; d++) sums[d][q] = sums[d][q] * own + other.sums[d][q] * others;
+        }
+    }
+
+    // `out` [*, RANK] and `lse` [*] of `count` queries; of no tokens 0 and -inf.
+    void finish(int64_t count, float* out, float* lse) const {
+        for (int q = 0; q < std::min<int64_t>(LANES, count); q++) {
+            const float scale = total[q] == 0 ? 0 : 1 / total[q];
+            lse[q] = peak[q] + logf(total[q]);
+            for (int d = 0; d < RANK; d++) out[q * RANK + d] = sums[d][q] * scale;
+        }
+    }
+};
+
+// The words of a tile: where those of a score lie, of a token's channels, and those of a sum, of a channel's tokens; so
+// many words from one token, or word of tokens, and from one channel, or word of channels, to the next.
+template <int TOKEN, int CHANNEL, int SUM_TOKEN, int SUM_CHANNEL>
+struct Tile {
+    const Word *keys, *values;
+    const char* next;  // bytes that are wanted for the next tile, `NEXT_BYTES` or more; null: none
+};
+
+constexpr int TILE_BYTES = TILE * DIM * (int)sizeof(Element);
+
+// Scores of `ACROSS` blocks.
+template <int ACROSS, int TOKEN, int CHANNEL, int SUM_TOKEN, int SUM_CHANNEL>
+INLINED void score(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, const Block* blocks,
+                   float (*scores)[ACROSS][LANES]) {
+    constexpr int DOWN = SUMS / ACROSS, BYTES = TILE_BYTES / TILE * DOWN;
+    for (int first = 0; first < WORDS; first += SUMMED) {
+        for (int t = 0; t < TILE; t += DOWN) {
+            Singles sums[DOWN][ACROSS] = {};
+            for (int w = first; w < std::min(first + SUMMED, WORDS); w++) {
+                if (tile.next && w * CACHE_LINE < BYTES)
+                    __builtin_prefetch(tile.next + t * (TILE_BYTES / TILE) + w * CACHE_LINE, 0, TO_L2);
+                Numbers queries[ACROSS];
+#pragma GCC unroll 2
+                for (int a = 0; a < ACROSS; a++) queries[a] = loaded<Numbers>(blocks[a].words[w]);
+#pragma GCC unroll 16
+                for (int i = 0; i < DOWN; i++) {
+                    const Word word = tile.keys[(t + i) * TOKEN + w * CHANNEL];
+#pragma GCC unroll 2
+                    for (int a = 0; a < ACROSS; a++) sums[i][a] = added(sums[i][a], word, queries[a]);
+                }
+            }
+#pragma GCC unroll 16
+            for (int i = 0; i < DOWN; i++)
+#pragma GCC unroll 2
+                for (int a = 0; a < ACROSS; a++) {
+                    float* to = scores[t + i][a];
+                    store(to, first ? loaded<Singles>(to) + sums[i][a] : sums[i][a]);
+                }
+        }
+    }
+}
+
+// Scores of a block become weights, as words of tokens; those of tokens behind `count` are 0. Returns what the sums so
+// far are to be multiplied by.
+template <int ACROSS>
+INLINED Singles weigh(Block& block, int a, float scaling, int count, float (*scores)[ACROSS][LANES],
+                      Word (*weights)[ACROSS][LANES]) {
+    Singles most = loaded<Singles>(scores[0][a]);
+    for (int t = 1; t < count; t++) {
+        const Singles other = loaded<Singles>(scores[t][a]);
+        most = other > most ? other : most;
+    }
+    most *= scaling;
+    const Singles before = loaded<Singles>(block.peak), peak = most > before ? most : before;
+    alignas(CACHE_LINE) float less[LANES], kept[LANES], mass[LANES] = {};
+    store(less, peak);
+    store(kept, before - peak);
+#pragma omp simd
+    for (int q = 0; q < LANES; q++) kept[q] = exponential(kept[q]);
+    for (int t = 0; t < count; t++) {
+        float* own = scores[t][a];
+#pragma omp simd
+        for (int q = 0; q < LANES; q++) {
+            own[q] = exponential(own[q] * scaling - less[q]);
+            mass[q] += own[q];
+        }
+    }
+    for (int t = count; t < TILE; t++) store(scores[t][a], Singles{});
+    for (int t = 0; t < TILE; t += IN_WORD) {
+#if PAIRS
+        store(weights[t / IN_WORD][a], paired(loaded<Singles>(scores[t][a]), loaded<Singles>(scores[t + 1][a])));
+#else
+        store(weights[t][a], loaded<Singles>(scores[t][a]));
+#endif
+    }
+    const Singles shrunk = loaded<Singles>(kept);
+    store(block.total, loaded<Singles>(block.total) * shrunk + loaded<Singles>(mass));
+    store(block.peak, peak);
+    return shrunk;
+}
+
+// Adds a tile's channels times weights to the sums of `ACROSS` blocks, which are multiplied by `kept` first.
+template <int ACROSS, int TOKEN, int CHANNEL, int SUM_TOKEN, int SUM_CHANNEL>
+INLINED void add(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, const Word (*weights)[ACROSS][LANES],
+                 const Singles* kept, Block* blocks) {
+    constexpr int DOWN = SUMS / ACROSS;
+    for (int d = 0; d < RANK; d += DOWN) {
+        Singles sums[DOWN][ACROSS] = {};
+        for (int t = 0; t < TOKEN_WORDS; t++) {
+            Numbers each[ACROSS];
+#pragma GCC unroll 2
+            for (int a = 0; a < ACROSS; a++) each[a] = loaded<Numbers>(weights[t][a]);
+#pragma GCC unroll 16
+            for (int i = 0; i < DOWN; i++) {
+                const Word word = tile.values[t * SUM_TOKEN + (d + i) * SUM_CHANNEL];
+#pragma GCC unroll 2
+                for (int a = 0; a < ACROSS; a++) sums[i][a] = added(sums[i][a], word, each[a]);
+            }
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < DOWN; i++)
+#pragma GCC unroll 2
+            for (int a = 0; a < ACROSS; a++) {
+                float* to = blocks[a].sums[d + i];
+                store(to, loaded<Singles>(to) * kept[a] + sums[i][a]);
+            }
+    }
+}
+
+// `ACROSS` blocks meet the first `count` tokens of a tile.
+template <int ACROSS, typename AnyTile>
+void meet(const AnyTile& tile, int count, float scaling, Block* blocks) {
+    alignas(CACHE_LINE) float scores[TILE][ACROSS][LANES];
+    alignas(CACHE_LINE) Word weights[TOKEN_WORDS][ACROSS][LANES];
+    Singles kept[ACROSS];
+    score<ACROSS>(tile, blocks, scores);
+    for (int a = 0; a < ACROSS; a++) kept[a] = weigh<ACROSS>(blocks[a], a, scaling, count, scores, weights);
+    add<ACROSS>(tile, weights, kept, blocks);
+}
+
+// So do all `blocks`.
+template <typename AnyTile>
+void meet_all(AnyTile tile, int count, float scaling, Block* blocks, int64_t number) {
+    int64_t done = 0;
+    for (; done + 2 <= number; done += 2, tile.next = nullptr) meet<2>(tile, count, scaling, blocks + done);
+    if (done < number) meet<1>(tile, count, scaling, blocks + done);
+}
+
+}  // namespace
