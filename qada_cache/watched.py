@@ -280,13 +280,11 @@ class WatchedCache(NoTensors, DynamicCache):
     @functools.cached_property
     def _last_layer(self) -> int:
         """The last layer that calls in every pass; -1: none does."""
-        if readers := self._shared.model.readers:  # which may be no layers of the cache, and are behind all others
-            return max(readers)
         for index in reversed(range(len(self.layers))):
             calls = isinstance(self.layers[index], (CacheLayerMixin, LinearAttentionCacheLayerMixin))
             # In older transformers feed-forward layers have a linear cache and never call it.
             if calls and self._find_kind(index)[1] not in ("mlp", "moe"):
-                return index
+                return max([index, *self._shared.model.readers])  # which are no layers of the cache
         return -1
 
 

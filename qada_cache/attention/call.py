@@ -105,6 +105,8 @@ def attend(
     if asker is layer.askers[-1]:
         _store(layer, store, call)
         layer.lent = None
+        if asker is not layer:
+            _lending.pop(threading.get_ident(), None)
     elif asker is layer:
         layer.lent, thread = call, threading.get_ident()
         _lending[thread] = weakref.ref(layer, lambda _: _lending.pop(thread, None))
@@ -177,13 +179,12 @@ def _find_reader(
     known = key is call.key and value is call.value and reader is not None
     if not known or reader is None or layer.shared.progress.reached >= reader.index:
         _refuse_second(layer)
-    tokens = key.shape[2]
     if not (mask is call.mask or _is_end_of(call.mask, mask, queries)):
         raise NotImplementedError(
             f"layer {reader.index} of this {layer.shared.model.model_type} model reads the keys of layer "
             f"{layer.index} under another mask, which QAdACache does not support: use transformers.DynamicCache"
         )
-    check_supported(reader, module, kwargs, tokens=tokens, seen=layer.seen, first=False)
+    check_supported(reader, module, kwargs, tokens=key.shape[2], seen=layer.seen, first=False)
     asked.valid, asked.visible = call.valid, call.visible
     if not call.exact and not call.empty and call.valid is not None:
         asked.valid = call.valid[:, -queries:]
@@ -226,6 +227,11 @@ def _store(layer: QAdALayer, store: TokenStore, call: Call) -> None:
     elif call.exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
         layer.drop_plans()
         store.append(*call.new, call.valid)
+
+
+def is_lending() -> bool:
+    """Whether there is a layer whose tokens others are to ask, in any thread: `torch.compile` can look that up."""
+    return len(_lending) > 0
 
 
 def check_shared_keys(module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..models import attention_table, decoder_forward, latent, unwrap_model
 from ..state.layer import Seen
 from . import generation
-from .call import Attention, attend, check_shared_keys
+from .call import Attention, attend, check_shared_keys, is_lending
 from .latent import find_expanding_layer, is_expanding
 
 # Beside the names of flash attention, which are those of kernels from the Hub, too.
@@ -118,7 +118,7 @@ def attention_forward(
     if layer is None and is_expanding():
         layer = _find_latent_layer(module, key)
     if layer is None:
-        if hasattr(module, "is_kv_shared_layer"):  # as modules of all models whose layers share keys
+        if is_lending() and hasattr(module, "is_kv_shared_layer"):  # as modules of all models whose layers share keys
             _check_shared_keys(module)
         if not torch.compiler.is_compiling():
             generation.warn_of_unused(module, key.shape[-2])

@@ -79,12 +79,10 @@ def test_modes(name: str) -> None:
         assert stats.layers == tuple(range(SIZES[name][3], model.config.num_hidden_layers, SIZES[name][3] + 1))
         assert (stats.local_share == 0).all()
 
-    ids = prompt(120)[0]
+    model, ids = build(name, sliding_window=200), prompt(120)[0]  # sliding layers can go back as far
 
     def read(cache: Cache) -> Tensor:
-        """A prompt, a token, a short and a long turn, and back, as far as sliding layers can."""
-        if hasattr(cache, "activate_past_recording"):
-            cache.activate_past_recording()
+        """A prompt, a token, a short and a long turn, and back."""
         before = forced(model, ids, [80, 1, 9, 30], cache)
         cache.crop(-25)
         return torch.cat((before, forced(model, ids[:, 95:], [1, 3, 21], cache)), dim=1)
