@@ -14,7 +14,8 @@ namespace {
 // `selected_prompt.py` defines SEGMENT, BLOCK, LEVELS, ROTATED, the channels that are rotated together, CODE_BYTES, and
 // ZERO, of a query's codes.
 static_assert(SEGMENT % CHUNK == 0 && BLOCK % STRIP == 0 && LEVELS < 128);
-using Code = std::conditional_t<CODE_BYTES == 1, uint8_t, int16_t>;  // of a query
+using Byte = std::conditional_t<(ZERO > 0), uint8_t, int8_t>;
+using Code = std::conditional_t<CODE_BYTES == 1, Byte, int16_t>;  // of a query
 constexpr int STRIPS = BLOCK / STRIP;
 constexpr int CODE_WORDS = DIM * CODE_BYTES / 4;
 constexpr int PARTS = SEGMENT / LANES;  // vectors of a segment's keys
