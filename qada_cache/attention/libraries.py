@@ -39,7 +39,7 @@ def list_libraries(
     if dim % BLOCK == 0 and (options.selects_tokens or layout is not None):
         macros = quantizing.define_quantizer(dim)
         found.append(Library(quantizing.SOURCE, macros, partial(quantizing.build_quantizer, dim)))
-    if plain and prompt.read_instructions() >= prompt.NEEDED and prompt.serves_sizes(dim, value_dim, dtype):
+    if plain and prompt.has_instructions() and prompt.serves_sizes(dim, value_dim, dtype):
         of_prompt = dim, value_dim, dtype
         if options.prefill_threshold and dim % 4 == 0:
             macros, build = selected_prompt.define_selecting(*of_prompt), selected_prompt.build_selecting

@@ -34,11 +34,12 @@ INLINED Singles scaled(Singles x, Singles power, Singles exact) {
 }
 
 // In assembly as in avx512.h.
-#if CODE_BYTES == 1 && !defined(__AVXVNNI__)
-#error "the processor multiplies no bytes (AVX-VNNI)"
+#if defined(__AVXVNNI__)
+#define MULTIPLIES_BYTES 1
 #endif
+constexpr bool QUERY_SIGNED = false;
 INLINED Singles added_codes(Singles sum, Words query, Words keys) {
-#if CODE_BYTES == 1
+#if defined(MULTIPLIES_BYTES)
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(query), "x"(keys));
 #else
     asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16((__m256i)query, (__m256i)keys)));

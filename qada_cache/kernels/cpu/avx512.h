@@ -32,13 +32,14 @@ INLINED void narrowed(void* to, Singles row) {
 }
 #endif
 
-// By GCC's functions, and in arrays of vectors of integers, sums are moved to memory and back. Bytes are unsigned and
-// signed ones; shorts are there as products of bytes overflow without VNNI.
-#if CODE_BYTES == 1 && !defined(__AVX512VNNI__)
-#error "the processor multiplies no bytes (AVX512-VNNI)"
+// By GCC's functions, and in arrays of vectors of integers, sums are moved to memory and back. Shorts are there as
+// products of bytes overflow without VNNI.
+#if defined(__AVX512VNNI__)
+#define MULTIPLIES_BYTES 1
 #endif
+constexpr bool QUERY_SIGNED = false;
 INLINED Singles added_codes(Singles sum, Words query, Words keys) {
-#if CODE_BYTES == 1
+#if defined(MULTIPLIES_BYTES)
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(query), "v"(keys));
 #else
     asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm512_madd_epi16((__m512i)query, (__m512i)keys)));

@@ -26,12 +26,13 @@ INLINED Singles added_pairs(Singles sum, Words left, Words right) {
 INLINED void narrowed(void* to, Singles row) { store(to, vcvt_bf16_f32(row)); }
 #endif
 
-// Bytes and shorts are signed.
-#if CODE_BYTES == 1 && (!defined(__ARM_FEATURE_DOTPROD) || ZERO)
-#error "the processor multiplies no such bytes (DotProd)"
+// In assembly as in avx512.h.
+#if defined(__ARM_FEATURE_DOTPROD)
+#define MULTIPLIES_BYTES 1
 #endif
+constexpr bool QUERY_SIGNED = true;
 INLINED Singles added_codes(Singles sum, Words query, Words keys) {
-#if CODE_BYTES == 1
+#if defined(MULTIPLIES_BYTES)
     asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(query), "w"(keys));
     return sum;
 #else

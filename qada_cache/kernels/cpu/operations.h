@@ -90,7 +90,8 @@ INLINED Singles to_singles(Integers x) { return __builtin_convertvector(x, Singl
 //   not_negative(a)           integers, or 0
 //   scaled(a, n)              `a` times 2 to the power of `n`, whole numbers from LEAST_POWER on, 0 where that is none
 //   narrowed(to, a)           stores bfloat16, of two as near the even one, where there are pairs
-//   added_codes(sum, a, b)    `sum`, integers, and products of a query's and keys' codes, of CODE_BYTES, of each word
+//   added_codes(sum, a, b)    `sum`, integers, and products of a query's and keys' codes of each word, bytes where
+//                             MULTIPLIES_BYTES, else shorts; those bytes of a query are unsigned if not QUERY_SIGNED
 //   Marks, at_least(a, b)     marked numbers; bits_of(marks), a bit each; without(a, marks), zeros there
 #include COLUMN
 
