@@ -230,7 +230,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("system", "told"),
     [
-        ("win32", "it is built on Linux and macOS only, not on win32"),
+        ("win32", "it is built on Linux, Windows' one (WSL) included, and on macOS, not on win32"),
         ("darwin", "there is no C++ compiler (install Xcode's command line tools: xcode-select --install,"),
     ],
 )

@@ -44,7 +44,7 @@ def _use_openmp() -> tuple[str, ...]:
 def find_compiler() -> str:
     """The path of a C++ compiler; OSError, if there is none, or none is known to build for this system."""
     if sys.platform not in KNOWN:
-        raise OSError(f"it is built on Linux and macOS only, not on {sys.platform}")
+        raise OSError(f"it is built on Linux, Windows' one (WSL) included, and on macOS, not on {sys.platform}")
     names, advice = KNOWN[sys.platform]
     if sys.platform == "darwin" and not any(map(os.path.exists, XCODE)):
         names = ()

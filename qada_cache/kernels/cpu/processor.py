@@ -29,6 +29,7 @@ ARM = Kind(
     frozenset({"asimd"}),
     {"asimddp": "-U__ARM_FEATURE_DOTPROD", "bf16": "-U__ARM_FEATURE_BF16_VECTOR_ARITHMETIC"},
 )
+CPUINFO = Path("/proc/cpuinfo")
 # macOS's names for what is asked of an Arm processor.
 OF_MACOS = {"asimd": "arm64", "asimddp": "arm.FEAT_DotProd", "bf16": "arm.FEAT_BF16"}
 
@@ -38,12 +39,8 @@ def read_instructions() -> frozenset[str]:
     """The names of instruction sets that the processor and the system have, where the system tells."""
     if sys.platform == "darwin":
         return frozenset(_ask_macos())
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = (line for line in file if line.startswith(("flags", "Features")))
-            return next((frozenset(line.split()) for line in lines), frozenset())
-    except OSError:
-        return frozenset()
+    lines = (line for line in _read_lines() if line.startswith(("flags", "Features")))
+    return next((frozenset(line.split()) for line in lines), frozenset())
 
 
 def find_kind(instructions: frozenset[str]) -> Kind | None:
@@ -53,12 +50,17 @@ def find_kind(instructions: frozenset[str]) -> Kind | None:
 
 def describe() -> list[str]:
     """What "native" means to a compiler: machines that share a folder may differ in it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return [platform.platform(), *sorted(read_instructions())]
     told = "flags", "Features", "model name", "CPU implementer", "CPU part"
-    return sorted({line for line in lines if line.startswith(told)})
+    known = {line for line in _read_lines() if line.startswith(told)}
+    return sorted(known) or [platform.platform(), *sorted(read_instructions())]
+
+
+def _read_lines() -> list[str]:
+    """What Linux says of each core."""
+    try:
+        return CPUINFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def _ask_macos() -> Iterator[str]:
