@@ -31,7 +31,7 @@ def test_linux(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     assert find_kind(processor.read_instructions()) is CORES[line]
     assert processor.read_instructions() >= set(line.partition(": ")[2].split())
-    assert processor.describe() == sorted([line, "CPU part\t: 0xd0c"])
+    assert processor.identify() == sorted([line, "CPU part\t: 0xd0c"])
 
 
 def test_macos(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_macos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "CPUINFO", Path("nowhere"))
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(sysctlbyname=ask))
     assert processor.read_instructions() == {"asimd", "asimddp"}
-    assert processor.describe()[1:] == ["asimd", "asimddp"]
+    assert processor.identify()[1:] == ["asimd", "asimddp"]
 
 
 def test_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

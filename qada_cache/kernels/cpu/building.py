@@ -144,7 +144,7 @@ def _load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     the user can write to, if there is one."""
     compiler = find_compiler()
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
-    built_from = (*texts, *FLAGS, *macros, compiler, read_version(compiler), *processor.describe())
+    built_from = (*texts, *FLAGS, *macros, compiler, read_version(compiler), *processor.identify())
     name = hashlib.sha256("\0".join(built_from).encode()).hexdigest()[:32] + ".so"
     if (kept := _load_kept(name)) is not None:
         return kept

@@ -48,7 +48,7 @@ def find_kind(instructions: frozenset[str]) -> Kind | None:
     return next((kind for kind in (X86, ARM) if instructions >= kind.needed), None)
 
 
-def describe() -> list[str]:
+def identify() -> list[str]:
     """What "native" means to a compiler: machines that share a folder may differ in it."""
     told = "flags", "Features", "model name", "CPU implementer", "CPU part"
     known = {line for line in _read_lines() if line.startswith(told)}
