@@ -7,7 +7,7 @@ OLDEST := .oldest
 DOCS := .docs
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 4
 
-.PHONY: demo test test-all test-oldest test-avx2 check check-python check-cpp docs notebook wheel release gpu clean
+.PHONY: demo test test-all test-oldest test-avx2 check check-python check-cpp check-arm docs notebook wheel release gpu clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): two to five minutes, most of it without a word."
@@ -58,12 +58,21 @@ check-python: $(VENV)/.installed
 
 # Form, warnings, and tests of the compiled kernels with every access and operation watched.
 WATCHED := (compiled or prompt) and (float64 or far_apart or threads or finite or segments or long_rows or outweighs or no_token or padding or rough or (whole_heads and dtype0)) or (test_recording and (float64 or records_are)) or test_quantizing or test_latent_kernel
+COMPILED := $(addprefix tests/kernels/test_,compiled.py selected_tokens.py prompt.py selected_prompt.py records.py recording.py quantizing.py latent_kernel.py)
 check-cpp: $(VENV)/.installed
-	$(VENV)/bin/clang-format --dry-run -Werror qada_cache/kernels/cpu/*.h qada_cache/kernels/cpu/*.cpp
+	$(VENV)/bin/clang-format --dry-run -Werror qada_cache/kernels/cpu/*.h qada_cache/kernels/cpu/*.cpp tests/helpers/*.cpp
 	$(RUN) -m tests.helpers.check_cpp
 	CXX=$(CURDIR)/tests/helpers/sanitized-c++ ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
-		$(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_selected_tokens.py tests/kernels/test_prompt.py tests/kernels/test_selected_prompt.py tests/kernels/test_records.py tests/kernels/test_recording.py tests/kernels/test_quantizing.py tests/kernels/test_latent_kernel.py -k "$(WATCHED)"
+		$(PYTEST) $(COMPILED) -k "$(WATCHED)"
+
+# The same tests, compiled for 64-bit Arm and run under QEMU (apt-get install g++-aarch64-linux-gnu qemu-user-static);
+# and warnings of the compilers for other systems.
+check-arm: $(VENV)/.installed
+	$(PIP) install -q --constraint constraints.txt ziglang
+	PYTHONPATH=tests/helpers $(PYTEST) -p emulated -m "not slow and not gpu" $(COMPILED) tests/kernels/test_instruction_sets.py \
+		-k "($(WATCHED)) or instruction_sets"
+	$(RUN) -m tests.helpers.check_cpp aarch64 macos windows
 
 # The site in .docs/site, from an environment of its own: pages are read where they lie, docstrings without an import.
 $(DOCS)/.installed: constraints.txt

@@ -94,7 +94,7 @@ def time_attention(dtype: str, dim: int, tokens: int, rounds: int) -> dict[str, 
         for heads in (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)
     )
     if not prompt.serves(query, key, value, causal=True):
-        raise RuntimeError("this processor has no AVX2, or there is no C++ compiler: the model's attention serves")
+        raise RuntimeError("this processor has neither AVX2 nor NEON, or there is no C++ compiler: torch serves")
     keys, values = (part.repeat_interleave(GROUP, dim=1) for part in (key, value))
     out = torch.empty_like(query)
 

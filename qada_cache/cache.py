@@ -76,8 +76,8 @@ class QAdACache(WatchedCache):
             sketch's included, in layers whose heads have multiples of 8 channels, and a sketch is kept. None: 8 for a
             model on a CPU if its tokens are selected in the metric of its queries, else 16.
         prefill_threshold: 0: a first prompt is read exactly. Above: keys are read that get so many times an even share,
-            on CPUs with AVX2 and FMA, from some 1,300 tokens on, where an estimate stands for others, and by Triton on
-            GPUs, from 1,024 tokens on, where a sample does. None: 0, or as `tuned`.
+            on CPUs with AVX2 and FMA or NEON, from some 1,300 tokens on, where an estimate stands for others, and by
+            Triton on GPUs, from 1,024 tokens on, where a sample does. None: 0, or as `tuned`.
         update_moments: with "current" moments, whether tokens that leave the window keep updating them during
             query-adaptive calls; False freezes them after prefill, as the paper does.
         offloading: keep the bulk in host memory. On a CPU model host and device are one and nothing is copied.

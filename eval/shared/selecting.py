@@ -35,5 +35,5 @@ def check_selected(cache: QAdACache) -> None:
     if threshold > 0 and stats.prompt_read_pairs == stats.prompt_pairs:
         raise ValueError(
             f"--prefill {threshold:g} selected nothing: it takes prompts of 1,300 tokens, a model in float32 or "
-            "bfloat16 and a CPU with AVX2; --prefill 0 reads exactly"
+            "bfloat16 and a CPU with AVX2 or NEON; --prefill 0 reads exactly"
         )

@@ -35,7 +35,7 @@ def list_libraries(
             sizes = dim, value_dim, cpu.round_queries(group), None
             found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
     found += _list_coders(layout, dim, sketched=options.selects_tokens)
-    if plain and prompt.read_instructions() >= prompt.NEEDED and prompt.serves_sizes(dim, value_dim, dtype):
+    if plain and prompt.has_instructions() and prompt.serves_sizes(dim, value_dim, dtype):
         of_prompt = dim, value_dim, dtype
         if options.prefill_threshold and dim % 4 == 0:
             macros, build = selected_prompt.define_selecting(*of_prompt), selected_prompt.build_selecting

@@ -41,4 +41,4 @@ def test_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setattr(prompt, "serves", lambda *_, **__: False)
     with pytest.raises(SystemExit):
         prompts.main(["rate"])
-    assert "no AVX2" in capsys.readouterr().err
+    assert "neither AVX2 nor NEON" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import needs_avx2, needs_compiler
+from compilers import needs_compiler, needs_vectors
 from reference import gaussian_log_bulk, log_mass
 from small_sketch import small_sketch
 from transformers import AutoTokenizer
@@ -83,7 +83,7 @@ def test_sweep(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@needs_avx2
+@needs_vectors
 @pytest.mark.usefixtures("own_tasks")
 def test_sweep_of_selected_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each threshold's prompts are read once for both of its variants; a table of exact ones goes on."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compilers import needs_avx2, needs_compiler
+from compilers import needs_compiler, needs_vectors
 from models import prompt, tiny
 from small_sketch import small_sketch
 from transformers import DynamicCache, PreTrainedModel
@@ -186,7 +186,7 @@ def test_every_way_on_models_of_other_kinds(family: str, document: Document) -> 
 
 
 @needs_compiler
-@needs_avx2
+@needs_vectors
 @pytest.mark.parametrize("question", [1, 9])
 def test_prompts_read_by_selection(question: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the exactly read prompt: one that reads all of it loses what its prompt lost, and the default more or

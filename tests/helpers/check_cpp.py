@@ -1,16 +1,21 @@
-"""The C++ kernels compiled for several sizes and instruction sets, all warnings being errors."""
+"""The C++ kernels compiled for several sizes and instruction sets, all warnings being errors: `python -m
+tests.helpers.check_cpp` for this processor, or for targets that are named."""
 
 import platform
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building, latent, prompt, quantizing, recording, selected_prompt
+from qada_cache.kernels.cpu.processor import ARM, X86
 from qada_cache.sketch.coded import RecordLayout
 
 # Element, dimensions, queries, and bits of a bulk.
@@ -18,8 +23,6 @@ SIZES = (
     *(("BFLOAT16", 64, 64, 4, 16), ("FLOAT32", 128, 128, 1, 16), ("FLOAT16", 80, 64, 7, 16)),
     *(("BFLOAT16", 64, 64, 4, 8), ("FLOAT32", 80, 128, 2, 4)),
 )
-PROCESSORS = {"x86_64": ("x86-64", "x86-64-v3", "x86-64-v4"), "aarch64": ("armv8-a",)}
-NEWEST = {"x86_64": ("cooperlake",)}  # which multiply bfloat16
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # Nothing else is linked, so that it is all the same how wide vectors are passed; GCC's own headers for AVX-512 leave
 # values uninitialised.
@@ -27,45 +30,78 @@ UNINITIALIZED = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 UNWARNED = {"x86-64": ("-Wno-psabi",), "x86-64-v4": UNINITIALIZED, "cooperlake": UNINITIALIZED}
 LATENT_SIZES = ((torch.bfloat16, 576, 512, 8), (torch.float16, 48, 32, 16), (torch.float32, 40, 32, 4))
 PROMPT_SIZES = ((64, 64), (128, 128), (80, 48))
-# Sets of instructions that kernels for prompts are written for, and the first processors that had them.
-PROMPT_PROCESSORS = {
-    "x86-64-v3": prompt.NEEDED,
-    "x86-64-v4": prompt.NEEDED | {"avx512f", "avx512bw"},
-    "cooperlake": prompt.NEEDED | set(prompt.BETTER),
+ZIG = sys.executable, "-m", "ziglang", "c++", "-target"  # has a compiler for each system in one package
+
+
+class Target(NamedTuple):
+    """What is compiled for."""
+
+    compiler: tuple[str, ...]
+    tell: str  # which processor
+    processors: tuple[str, ...]  # of kernels for decoding
+    of_prompts: dict[str, frozenset[str]]  # sets of instructions that these are written for, and who had them first
+
+
+OF_X86 = {
+    "x86-64-v3": X86.needed,
+    "x86-64-v4": X86.needed | {"avx512f", "avx512bw"},
+    "alderlake": X86.needed | {"avx_vnni"},
+    "cooperlake": X86.needed | set(X86.better) - {"avx_vnni"},
+}
+OF_ARM = {
+    "armv8-a": ARM.needed,
+    "armv8.2-a+dotprod": ARM.needed | {"asimddp"},
+    "armv8.6-a": ARM.needed | set(ARM.better),
+}
+OF_MACS = {"apple_m1": ARM.needed | {"asimddp"}, "apple_m2": ARM.needed | set(ARM.better)}
+OF_WINDOWS = {"x86_64_v3": X86.needed, "x86_64_v4": X86.needed | {"avx512f", "avx512bw"}}
+TARGETS = {
+    "x86_64": Target(("c++",), "-march", ("x86-64", "x86-64-v3", "alderlake", "x86-64-v4"), OF_X86),
+    "aarch64": Target(("aarch64-linux-gnu-g++",), "-march", tuple(OF_ARM), OF_ARM),
+    "macos": Target((*ZIG, "aarch64-macos"), "-mcpu", tuple(OF_MACS), OF_MACS),
+    "windows": Target((*ZIG, "x86_64-windows-gnu"), "-mcpu", tuple(OF_WINDOWS), OF_WINDOWS),
 }
 
 
-def main() -> int:
+def main(names: Sequence[str]) -> int:
     """The number of builds that a warning stopped."""
-    machine, failed = platform.machine(), 0
-    for (element, dim, value_dim, queries, bits), processor in product(SIZES, PROCESSORS.get(machine, ())):
+    return sum(map(count_failures, [TARGETS[name] for name in names or (platform.machine(),) if name in TARGETS]))
+
+
+def count_failures(target: Target) -> int:
+    """For one of `TARGETS`."""
+    failed = 0
+    for (element, dim, value_dim, queries, bits), processor in product(SIZES, target.processors):
         records = RecordLayout.from_bits(dim, value_dim, bits)
-        failed += not is_clean(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor)
+        macros = cpu.define(element, dim, value_dim, queries, records)
+        failed += not is_clean(target, cpu.SOURCE, macros, processor)
         if records is not None:
-            failed += not is_clean(recording.SOURCE, cpu.define("FLOAT32", dim, value_dim, 1, records), processor)
-    for dim, processor in product((64, 80), PROCESSORS.get(machine, ())):
-        failed += not is_clean(quantizing.SOURCE, quantizing.define_quantizer(dim), processor)
-    for (dtype, dim, rank, bits), processor in product(
-        LATENT_SIZES, (*PROCESSORS.get(machine, ()), *NEWEST.get(machine, ()))
-    ):
+            macros = cpu.define("FLOAT32", dim, value_dim, 1, records)
+            failed += not is_clean(target, recording.SOURCE, macros, processor)
+    for dim, processor in product((64, 80), target.processors):
+        failed += not is_clean(target, quantizing.SOURCE, quantizing.define_quantizer(dim), processor)
+    for (dtype, dim, rank, bits), processor in product(LATENT_SIZES, {*target.processors, *target.of_prompts}):
         macros = latent.define_latent(dtype, dim, rank, RecordLayout.from_bits(dim, 0, bits))
-        failed += not is_clean(latent.SOURCE, macros, processor)
+        failed += not is_clean(target, latent.SOURCE, macros, processor)
     of_prompts = (prompt.SOURCE, prompt.define), (selected_prompt.SOURCE, selected_prompt.define_selecting)
-    for processor, instructions in PROMPT_PROCESSORS.items() if machine == "x86_64" else ():
+    for processor, instructions in target.of_prompts.items():
         with mock.patch.object(prompt, "read_instructions", lambda found=instructions: found):
             for (source, define), sizes, dtype in product(of_prompts, PROMPT_SIZES, prompt.NUMBERS):
-                failed += not is_clean(source, define(*sizes, dtype), processor)
+                failed += not is_clean(target, source, define(*sizes, dtype), processor)
     return failed
 
 
-def is_clean(source: Path, sizes: tuple[str, ...], processor: str) -> bool:
+def is_clean(target: Target, source: Path, sizes: tuple[str, ...], processor: str) -> bool:
     """Whether `source` compiles without a warning."""
-    flags = [flag for flag in building.FLAGS if flag not in ("-w", "-march=native", "-shared", "-O3")]
-    command = [building.find_compiler(), *flags, "-O1", f"-march={processor}", *WARNINGS, *UNWARNED.get(processor, ())]
-    done = subprocess.run([*command, *sizes, "-c", str(source), "-o", "/dev/null"], check=False)
+    left_out = "-w", "-march=native", "-mcpu=native", "-shared", "-O3"
+    flags = [flag for flag in building.FLAGS if flag not in left_out]
+    told = f"{target.tell}={processor}", *WARNINGS, *UNWARNED.get(processor, ())
+    with tempfile.TemporaryDirectory() as folder:  # Zig's compiler writes to no device
+        command = [*target.compiler, *flags, "-O1", *told, *sizes, "-c", str(source), "-o", f"{folder}/it.o"]
+        done = subprocess.run(command, check=False)
     print(source.name, processor, *sizes, "failed" if done.returncode else "is clean", flush=True)
     return not done.returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main() > 0)
+    sys.exit(main(sys.argv[1:]) > 0)

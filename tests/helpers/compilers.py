@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qada_cache import files
-from qada_cache.kernels.cpu import building, prompt
+from qada_cache.kernels.cpu import building, processor, prompt
 
 
 def compiler() -> str | None:
@@ -17,13 +17,15 @@ def compiler() -> str | None:
         return None
 
 
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs Linux and a C++ compiler")
-needs_avx2 = pytest.mark.skipif(
-    not prompt.read_instructions() >= prompt.NEEDED, reason="this processor has no AVX2 with FMA"
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+needs_vectors = pytest.mark.skipif(
+    not prompt.has_instructions(), reason="this processor has neither AVX2 with FMA nor NEON"
 )
 
-AVX2, AVX512 = prompt.NEEDED, prompt.NEEDED | {"avx512f", "avx512bw"}
-SETS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": AVX512 | {"avx512_bf16", "avx512_vnni"}}
+# Sets of instructions that kernels for prompts are written for.
+LEAST = (processor.find_kind(prompt.read_instructions()) or processor.X86).needed
+MORE = ({"avx512f", "avx512bw"}, {"avx512_bf16", "avx512_vnni"}) if "avx2" in LEAST else ({"asimddp"}, {"bf16"})
+SETS = {"least": LEAST, "middle": LEAST | MORE[0], "newest": LEAST | MORE[0] | MORE[1]}
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ attention is peaked and the best token leads the second by far more than roundin
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,6 +211,8 @@ def tiny_like(model: PreTrainedModel, dtype: torch.dtype, attention: str | None 
 @contextlib.contextmanager
 def limited_file_size(size: int) -> Iterator[None]:
     """No file of this process may grow beyond `size` bytes: writing fails as on a full disk."""
+    import resource  # which Windows has not
+
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

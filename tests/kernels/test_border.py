@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import SETS, needs_avx2, needs_compiler
+from compilers import SETS, needs_compiler, needs_vectors
 from decode_scene import Scene, step_of
 from models import prompt as words
 from models import tiny
@@ -19,7 +19,7 @@ from torch import Tensor
 from qada_cache import QAdACache
 from qada_cache.kernels import cpu
 from qada_cache.kernels.border import OperandError, check_tensor, is_packed
-from qada_cache.kernels.cpu import building, compiled_decode, prompt, recording, selected_prompt
+from qada_cache.kernels.cpu import building, compiled_decode, processor, prompt, recording, selected_prompt
 from qada_cache.sketch import Layout, count_segments
 from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import RecordLayout
@@ -141,7 +141,7 @@ OF_PROMPT: dict[str, list[Change]] = {
 }
 
 
-@needs_avx2
+@needs_vectors
 def test_prompts() -> None:
     given = tensors(80) | {"lse": torch.empty(1, HEADS, 80)}
     of_lse: list[Change] = [Tensor.half, Tensor.double, on_meta, apart, lambda t: t[:, :, 1:]]
@@ -152,7 +152,7 @@ def test_prompts() -> None:
         )
 
 
-@needs_avx2
+@needs_vectors
 def test_selected_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selected_prompt, "FAR", 64)
     told = {"scaling": 0.2, "threshold": 4.0, "sinks": 16, "window": 112}
@@ -167,7 +167,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 }
 
 
-@needs_avx2
+@needs_vectors
 @pytest.mark.parametrize("setting", ["autocast", *SETTINGS])
 @torch.no_grad()
 def test_settings_of_the_process(setting: str) -> None:
@@ -210,23 +210,26 @@ def test_a_checked_tensor() -> None:
         check_tensor("it", tensor, (torch.int64, torch.bool), (3, 1, 4), there)
 
 
+@pytest.mark.parametrize("kind", [processor.X86, processor.ARM], ids=["x86", "arm"])
 @pytest.mark.parametrize("build", [prompt.build, selected_prompt.build_selecting])
-def test_a_processor_that_lacks_any_instruction(build: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_lacks_any_instruction(
+    build: Callable, kind: processor.Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A virtual machine may mask each by itself."""
     built: list[tuple] = []
     monkeypatch.setattr(prompt, "_build_once", lambda *told: built.append(told) or object())
-    newest = prompt.NEEDED | set(prompt.BETTER)
+    newest = kind.needed | set(kind.better)
     for missing in newest:
         monkeypatch.setattr(prompt, "read_instructions", lambda missing=missing: newest - {missing})
-        assert (build(64, 64, torch.bfloat16) is None) == (missing in prompt.NEEDED) == (not built)
-        told = {flag for *_, macros in built for flag in macros} & set(prompt.BETTER.values())
-        assert told == ({prompt.BETTER[missing]} if missing in prompt.BETTER else set())
+        assert (build(64, 64, torch.bfloat16) is None) == (missing in kind.needed) == (not built)
+        told = {flag for *_, macros in built for flag in macros} & set(kind.better.values())
+        assert told == ({kind.better[missing]} if missing in kind.better else set())
         built.clear()
 
 
 @pytest.mark.parametrize("selects", [False, True])
 @pytest.mark.parametrize(
-    "sets", [name if name == "avx2" else pytest.param(name, marks=pytest.mark.slow) for name in SETS]
+    "sets", [name if name == "least" else pytest.param(name, marks=pytest.mark.slow) for name in SETS]
 )
 def test_instructions_that_are_known_are_all_that_a_source_asks_for(
     sets: str, selects: bool, monkeypatch: pytest.MonkeyPatch
@@ -242,7 +245,7 @@ def test_instructions_that_are_known_are_all_that_a_source_asks_for(
     subprocess.run([*command, *asked], check=True)
     done = subprocess.run([*command, *asked, "-mno-avx2"], capture_output=True, check=False)
     assert done.returncode
-    assert b"the processor has neither AVX2 with FMA nor AVX-512" in done.stderr
+    assert b"the processor has neither AVX2 with FMA nor AVX-512 nor NEON" in done.stderr
 
 
 def test_constants_of_selected_prompts_have_one_definition() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qada_cache import kernels
 from qada_cache.kernels import cpu, reference
-from qada_cache.kernels.cpu import building, compiled_decode
+from qada_cache.kernels.cpu import building, compiled_decode, compiler
 from qada_cache.said_once import warn_once
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
@@ -227,9 +227,37 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
 
 @pytest.mark.usefixtures("fresh")
-def test_on_another_system(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(building.sys, "platform", "darwin")
-    assert "it is built on Linux only, not on darwin" in without_kernel(caplog)
+@pytest.mark.parametrize(
+    ("system", "told"),
+    [
+        ("win32", "it is built on Linux, Windows' one (WSL) included, and on macOS, not on win32"),
+        ("darwin", "there is no C++ compiler (install Xcode's command line tools: xcode-select --install,"),
+    ],
+)
+def test_on_another_system(
+    system: str, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(building.sys, "platform", system)
+    monkeypatch.setattr(compiler, "XCODE", ())
+    assert told in without_kernel(caplog)
+
+
+@needs_compiler
+def test_where_no_path_goes_by_a_descriptor(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS: a copy of the kept library is loaded, built or found."""
+    load, loaded = ctypes.CDLL, []
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded.append(path) or load(path))
+    monkeypatch.setattr(building, "OF_DESCRIPTORS", None)
+    query, key, value = tensors(64, 64, 2, 1100, torch.float32)
+    expected = reference.partial_attention(query, key, value, scaling=SCALING)
+    for _ in range(2):
+        found = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        cpu.build.cache_clear()  # another process
+    assert not [path for path in loaded if path.startswith("/proc/") or Path(path).exists()]
+    assert len(loaded) == 2
+    assert len(list((fresh / "kernels").iterdir())) == 1
 
 
 @needs_compiler

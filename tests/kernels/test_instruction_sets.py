@@ -16,16 +16,24 @@ from test_triton import COMPILED, needs_compiler
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building, prompt
 
-SETS = {"x86-64": set(), "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
+SETS = {
+    "x86_64": {
+        "x86-64": set(),
+        "x86-64-v3": {"avx2", "fma"},
+        "x86-64-v4": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    },
+    "aarch64": {"armv8-a": {"asimd"}, "armv8.2-a+dotprod": {"asimd", "asimddp"}},
+}.get(platform.machine(), {})
 
 
 # The newest set is what processors of today build anyway.
 @pytest.fixture(params=mark_rest_slow([(name,) for name in SETS], 2))
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= prompt.read_instructions():
+    if not SETS[request.param] <= prompt.read_instructions():
         pytest.skip("the processor cannot run it")
     # What the source has for them is the subject: the compiler, which takes long for the oldest, need not do its best.
-    others = {"-march=native": f"-march={request.param}", "-O3": "-O1"}
+    own = f"-march={request.param}"
+    others = {"-march=native": own, "-mcpu=native": own, "-O3": "-O1"}
     flags = [others.get(flag, flag) for flag in building.FLAGS]
     monkeypatch.setattr(building, "FLAGS", tuple(flags))
     cpu.build.cache_clear()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import instructions, needs_avx2, needs_compiler  # noqa: F401 - a fixture
+from compilers import instructions, needs_compiler, needs_vectors  # noqa: F401 - a fixture
 from harness import Inputs, new_layer
 from models import exact, forced, tiny, tiny_like
 from models import prompt as words
@@ -22,12 +22,12 @@ from qada_cache.kernels.cpu import building, prompt
 from qada_cache.kernels.operands import Query
 from qada_cache.versions import pass_cache
 
-pytestmark = [needs_compiler, needs_avx2]
+pytestmark = [needs_compiler, needs_vectors]
 
-# Of a head, and of which processors: each set of instructions is built for sizes of its own.
+# Of a head, and of which processors (`SETS`): each set of instructions is built for sizes of its own.
 SIZES = [
-    *((dim, value_dim, "avx512_bf16") for dim, value_dim in ((64, 64), (128, 128), (80, 48), (16, 96), (18, 16))),
-    *((64, 64, "avx512"), (80, 48, "avx2"), (18, 16, "avx2"), (256, 256, "avx2")),
+    *((dim, value_dim, "newest") for dim, value_dim in ((64, 64), (128, 128), (80, 48), (16, 96), (18, 16))),
+    *((64, 64, "middle"), (80, 48, "least"), (18, 16, "least"), (256, 256, "least")),
 ]
 # Of torch's error, mean and largest: in float32 sums are made in another order, and short ones tell.
 NEAR = {torch.bfloat16: (1.02, 1.5), torch.float32: (1.6, 2.5)}

@@ -1,18 +1,17 @@
 """Records that the compiled kernel makes, and whole bulks of them, decoded by it."""
 
-import platform
 from collections.abc import Iterator
 
 import pytest
 import record_reference
 import torch
 from compilers import needs_compiler
-from models import prompt, tiny
+from models import prompt as words
+from models import tiny
 from test_instruction_sets import SETS
 
 from qada_cache import QAdACache
-from qada_cache.kernels.cpu import building, recording
-from qada_cache.kernels.cpu.prompt import read_instructions
+from qada_cache.kernels.cpu import building, prompt, recording
 from qada_cache.sketch import Layout, count_closed, count_segments
 from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import RecordLayout, code_tokens, estimate_keys, find_query_weights
@@ -25,9 +24,10 @@ pytestmark = needs_compiler
 
 @pytest.fixture(params=SETS)
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if platform.machine() not in ("x86_64", "AMD64") or not SETS[request.param] <= read_instructions():
+    if not SETS[request.param] <= prompt.read_instructions():
         pytest.skip("the processor cannot run it")
-    monkeypatch.setattr(building, "FLAGS", tuple(f.replace("native", request.param) for f in building.FLAGS))
+    own = f"-march={request.param}"
+    monkeypatch.setattr(building, "FLAGS", tuple(own if f.endswith("=native") else f for f in building.FLAGS))
     recording.build_coder.cache_clear()
     yield
     recording.build_coder.cache_clear()
@@ -101,10 +101,10 @@ def test_records_are_those_of_torch(dim: int, value_dim: int, bits: float, rung:
 @torch.inference_mode()
 def test_long_turns_are_those_of_torch(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn longer than a window reads whole bulks, of rows that differ in length; torch decodes them without it."""
-    model, (ids, mask) = tiny(head_dim=32), prompt(2000, 1400)
+    model, (ids, mask) = tiny(head_dim=32), words(2000, 1400)
     cache = QAdACache(model, bulk_bits=bits, moments="current")
     model(ids, attention_mask=mask, **pass_cache(cache))
-    turn, calls = prompt(130, seed=3)[0].repeat(2, 1), []
+    turn, calls = words(130, seed=3)[0].repeat(2, 1), []
     original = coded_bulk.decode_records
     logits = []
     for decode in (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import instructions, needs_avx2, needs_compiler  # noqa: F401 - a fixture
+from compilers import instructions, needs_compiler, needs_vectors  # noqa: F401 - a fixture
 from harness import Inputs, new_layer
 from models import exact, forced, tiny
 from models import prompt as words
@@ -21,7 +21,7 @@ from qada_cache.kernels.cpu import prompt, selected_prompt
 from qada_cache.kernels.operands import Query
 from qada_cache.versions import pass_cache
 
-pytestmark = [needs_compiler, needs_avx2]
+pytestmark = [needs_compiler, needs_vectors]
 
 LEAST = 192  # far keys, so that short prompts select
 THETA = 60.0  # at which some far keys are read, and some are not
@@ -79,8 +79,8 @@ def count_pairs(tokens: int, shares: list[float], *, sinks: int = 16, window: in
 @pytest.mark.parametrize(
     ("tokens", "dim", "value_dim", "instructions"),
     [
-        *((900, 64, 64, "avx512_bf16"), (4700, 4, 16, "avx512_bf16"), (830, 128, 128, "avx512")),
-        *((900, 64, 64, "avx2"), (1501, 80, 48, "avx2")),
+        *((900, 64, 64, "newest"), (4700, 4, 16, "newest"), (830, 128, 128, "middle")),
+        *((900, 64, 64, "least"), (1501, 80, 48, "least")),
     ],
     indirect=["instructions"],
 )
@@ -116,7 +116,7 @@ def test_what_is_lost_without_an_estimate_and_with_it() -> None:
 
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("instructions", ["avx512_bf16", "avx2"], indirect=True)
+@pytest.mark.parametrize("instructions", ["newest", "least"], indirect=True)
 def test_a_low_threshold_reads_everything(dtype: torch.dtype) -> None:
     call = tensors(900, 64, 64, dtype)
     out, _ = attend(call, threshold=1e-9)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import needs_avx2, needs_compiler
+from compilers import LEAST, needs_compiler, needs_vectors
 from models import prompt as words
 from models import tiny
 
@@ -26,7 +26,7 @@ def small(**changes: Any) -> Any:
 
 
 @needs_compiler
-@needs_avx2
+@needs_vectors
 @torch.no_grad()
 def test_figures_are_those_of_an_independent_computation() -> None:
     """Of transformers alone in float64, and of a cache of its own; on positions of which the first ones select."""
@@ -50,17 +50,17 @@ def test_figures_are_those_of_an_independent_computation() -> None:
 
 
 @needs_compiler
-@needs_avx2
+@needs_vectors
 def test_prompts_that_are_read_exactly_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that selects needs 64 sinks in a whole segment, 1,024 far keys, 111 of the window, and 113 queries more."""
     model, ids = small(), words(1400)[0]
     prompts.check_selects(model, ids[:, :1312])
     with pytest.raises(ValueError, match=r"of 1311 tokens is read exactly .* give --tokens of at least 1312"):
         prompts.check_selects(model, ids[:, :1311])
-    for missing in prompt.NEEDED:
-        left = prompt.NEEDED - {missing}
+    for missing in LEAST:
+        left = LEAST - {missing}
         monkeypatch.setattr(prompt, "read_instructions", lambda left=left: left)
-        with pytest.raises(ValueError, match="selection needs a CPU with AVX2 and FMA, a compiler"):
+        with pytest.raises(ValueError, match="selection needs a CPU with AVX2 and FMA or NEON, a compiler"):
             prompts.check_selects(model, ids)
 
 

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from typing import Any, NamedTuple
 
 from ... import files
 from ...said_once import warn_once
+from . import processor
+from .compiler import find_compiler, has_compiler, list_flags, read_version
 from .process import run_command
 
 logger = logging.getLogger(__name__)
@@ -29,12 +30,8 @@ logger = logging.getLogger(__name__)
 FOLDER = "kernels"  # of `files.find_home()`
 DIGEST_BYTES = 32
 WAIT_SECONDS = 60  # for another process that builds the same library, which may have been stopped
-# Sums may be reordered, as vectors need. Not -ffast-math: loading a library linked with it changes the rounding of the
-# whole process.
-FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w"),
-    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
-)
+FLAGS = list_flags()
+OF_DESCRIPTORS = "/proc/self/fd" if sys.platform.startswith("linux") else None  # folders that paths may go by
 
 
 class Library(NamedTuple):
@@ -147,10 +144,7 @@ def _load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     the user can write to, if there is one."""
     compiler = find_compiler()
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))]
-    # What `-march=native` means: different machines may share the cache folder.
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    built_from = (*texts, *FLAGS, *macros, compiler, _read_version(compiler), *processor)
+    built_from = (*texts, *FLAGS, *macros, compiler, read_version(compiler), *processor.identify())
     name = hashlib.sha256("\0".join(built_from).encode()).hexdigest()[:32] + ".so"
     if (kept := _load_kept(name)) is not None:
         return kept
@@ -217,28 +211,10 @@ def _load_kept(name: str) -> ctypes.CDLL | None:
 def _link(folder: int, name: str) -> ctypes.CDLL:
     # By the descriptor, as the folder's path may lead to another folder by now. Loaded libraries are told apart by such
     # paths; equal names are equal libraries.
-    return ctypes.CDLL(f"/proc/self/fd/{folder}/{name}")
-
-
-def find_compiler() -> str:
-    """The path of a C++ compiler; OSError, if there is none, or none is known to build for this system."""
-    if not sys.platform.startswith("linux"):
-        raise OSError(f"it is built on Linux only, not on {sys.platform}")
-    for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if candidate and (path := shutil.which(candidate)):
-            return path
-    raise OSError("there is no C++ compiler (install g++, or name one in CXX)")
-
-
-def has_compiler() -> bool:
-    """Whether kernels can be built here, as far as can be told without building one."""
-    try:
-        find_compiler()
-    except OSError:
-        return False
-    return True
-
-
-@functools.cache
-def _read_version(compiler: str) -> str:
-    return run_command([compiler, "--version"], timeout=60).stdout
+    if OF_DESCRIPTORS is not None:
+        return ctypes.CDLL(f"{OF_DESCRIPTORS}/{folder}/{name}")
+    # Elsewhere no path goes by a descriptor, and a loader may look at all of a file, its digest included.
+    with tempfile.TemporaryDirectory(prefix="qada-kernels-") as temporary:
+        copy = Path(temporary, name)
+        copy.write_bytes(files.read(folder, name)[:-DIGEST_BYTES])
+        return ctypes.CDLL(str(copy))  # which needs no file once it is loaded

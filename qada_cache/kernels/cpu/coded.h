@@ -36,6 +36,10 @@ INLINED Vector<Wide, N> widen_bytes(const uint8_t* bytes) {
     if constexpr (N == 32 && sizeof(Wide) == 4)
         return (Vector<Wide, N>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes));
 #endif
+#if defined(__aarch64__)
+    if constexpr (N == 16 && sizeof(Wide) == 4)
+        return (Vector<Wide, N>)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(loaded<uint32_t>(bytes)))));
+#endif
     return __builtin_convertvector(loaded<Vector<uint8_t, N / (int)sizeof(Wide)>>(bytes), Vector<Wide, N>);
 }
 
@@ -46,6 +50,13 @@ INLINED Vector<uint8_t, N> spread(const uint8_t* plane) {
 #if defined(__AVX512BW__)
     if constexpr (BITS == 1 && N == 64)
         return (Vector<uint8_t, N>)_mm512_maskz_set1_epi8(loaded<uint64_t>(plane), 1 << BY);
+#endif
+#if defined(__aarch64__)
+    if constexpr (BITS == 1 && N == 16) {
+        const uint8x16_t both = vcombine_u8(vdup_n_u8(plane[0]), vdup_n_u8(plane[1]));
+        const uint8x16_t places = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+        return (Vector<uint8_t, N>)vandq_u8(vtstq_u8(both, places), vdupq_n_u8(1 << BY));
+    }
 #endif
     using Wide = std::conditional_t<BITS == 4, uint16_t, std::conditional_t<BITS == 2, uint32_t, uint64_t>>;
     Vector<Wide, N> wide = widen_bytes<Wide, N>(plane) << BY;

@@ -13,13 +13,13 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
 
 #include "operations.h"
+
+extern "C" int omp_get_thread_num() noexcept;  // no header of OpenMP's comes with Xcode's compiler
 
 namespace {
 

@@ -13,19 +13,11 @@ from torch import Tensor
 from ..border import OperandError
 from .addresses import find_address
 from .building import build_library, check_memory, check_size
+from .processor import find_kind, read_instructions
 
 MIN_QUERIES = 64  # fewer are bound by memory, as decoding is
 MIN_TOKENS = 512  # fewer keys are not worth a build
 SOURCE = Path(__file__).with_name("prompt.cpp")
-# Instructions that the source asks for by name, as Linux has them among the processor's flags. A virtual machine may
-# mask any.
-NEEDED = frozenset({"avx2", "fma"})
-# Those that it can do without, and how it is told of one that is not there. Compilers of today write the first three by
-# themselves, so that they have to know; not all know the last one's name.
-BETTER = {
-    "avx512f": "-mno-avx512f", "avx512bw": "-mno-avx512bw", "avx512_vnni": "-mno-avx512vnni",
-    "avx512_bf16": "-U__AVX512BF16__",
-}  # fmt: skip
 NUMBERS = {torch.bfloat16: "uint16_t", torch.float32: "float"}  # as C++ has them
 OUT = (torch.bfloat16, torch.float32)  # what it writes, whatever it reads
 
@@ -111,7 +103,8 @@ def count_pairs(query: Tensor, key: Tensor) -> int:
 
 def define(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with, and what says which instructions there are."""
-    lacking = (flag for name, flag in BETTER.items() if name not in read_instructions())
+    there, kind = read_instructions(), find_kind(read_instructions())
+    lacking = (flag for name, flag in kind.better.items() if name not in there) if kind else ()
     return f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DNUMBER={NUMBERS[dtype]}", *lacking
 
 
@@ -121,9 +114,14 @@ def build(dim: int, value_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def build_kernel(source: Path, call: type[ctypes.Structure], macros: tuple[str, ...]) -> ctypes.CDLL | None:
-    """`source`, which has `prompt_attention` of one `call`, built if need be; None on a processor without the `NEEDED`
-    instructions, and, with one warning, if it cannot be built."""
-    return _build_once(source, call, macros) if read_instructions() >= NEEDED else None
+    """`source`, which has `prompt_attention` of one `call`, built if need be; None on another processor, and, with one
+    warning, if it cannot be built."""
+    return _build_once(source, call, macros) if has_instructions() else None
+
+
+def has_instructions() -> bool:
+    """Whether the source knows this processor."""
+    return find_kind(read_instructions()) is not None
 
 
 @functools.cache
@@ -134,13 +132,3 @@ def _build_once(source: Path, call: type[ctypes.Structure], macros: tuple[str, .
     kernel.prompt_attention.errcheck = check_memory
     check_size(call, kernel.call_size(), source)
     return kernel
-
-
-@functools.cache
-def read_instructions() -> frozenset[str]:
-    """The names of instruction sets that the processor and the system have, where Linux tells. Nothing else asks."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((frozenset(line.split()) for line in file if line.startswith("flags")), frozenset())
-    except OSError:
-        return frozenset()

@@ -64,7 +64,7 @@ struct CodedTokens {
         Singles highest = {};
         for (int d = 0; d < SIZE; d++) {
             const Singles size = wide[d] < 0.0f ? -wide[d] : wide[d];
-            highest = (size > highest) | (size != size) ? size : highest;  // what is no number stays
+            highest = ((size > highest) | (size != size)) ? size : highest;  // what is no number stays
         }
         Singles inverse;
         uint16_t scales[TOKENS];

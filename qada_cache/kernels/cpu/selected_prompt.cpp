@@ -11,10 +11,14 @@
 
 namespace {
 
-// `selected_prompt.py` defines SEGMENT, BLOCK, LEVELS, ROTATED, the channels that are rotated together, CODE_BYTES, and
-// ZERO, of a query's codes.
+// `selected_prompt.py` defines SEGMENT, BLOCK, LEVELS, and ROTATED, the channels that are rotated together.
 static_assert(SEGMENT % CHUNK == 0 && BLOCK % STRIP == 0 && LEVELS < 128);
-using Code = std::conditional_t<CODE_BYTES == 1, uint8_t, int16_t>;  // of a query
+#if defined(MULTIPLIES_BYTES)
+using Code = std::conditional_t<QUERY_SIGNED, int8_t, uint8_t>;  // of a query
+#else
+using Code = int16_t;
+#endif
+constexpr int CODE_BYTES = sizeof(Code), ZERO = std::is_signed_v<Code> ? 0 : LEVELS + 1;  // of a query's codes
 constexpr int STRIPS = BLOCK / STRIP;
 constexpr int CODE_WORDS = DIM * CODE_BYTES / 4;
 constexpr int PARTS = SEGMENT / LANES;  // vectors of a segment's keys
@@ -256,6 +260,10 @@ void attend(const Call& call) {
 
 // As in prompt.cpp.
 extern "C" int64_t call_size() { return sizeof(Call); }
+
+// How codes are to be given.
+extern "C" int code_bytes() { return CODE_BYTES; }
+extern "C" int code_zero() { return ZERO; }
 
 extern "C" int prompt_attention(const Call* call) try {
     attend(*call);

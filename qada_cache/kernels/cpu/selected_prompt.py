@@ -25,11 +25,11 @@ from . import prompt
 from .addresses import find_address
 
 SOURCE = Path(__file__).with_name("selected_prompt.cpp")
-BYTES = frozenset({"avx512f", "avx512bw", "avx512_vnni"})  # for products of bytes
 SEGMENT = 64  # keys that share a centre, as many as a chunk of prompt.h
 BLOCK = 66  # queries that read together, a multiple of a strip of prompt.h
 FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
 LEVELS = 127  # of a code, either way
+CODES = {1: torch.int8, 2: torch.int16}  # of keys, by their bytes: not every processor multiplies what has 8 bits
 
 
 class Call(ctypes.Structure):
@@ -53,25 +53,13 @@ def serves(query: Tensor, value: Tensor) -> bool:
 
 def define_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
-    code = find_code_type()
     ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "LEVELS": LEVELS, "ROTATED": find_block(dim)}
-    ours |= {"CODE_BYTES": code.itemsize, "ZERO": find_zero(code)}
     return *prompt.define(dim, value_dim, dtype), *(f"-D{name}={value}" for name, value in ours.items())
 
 
 def build_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> ctypes.CDLL | None:
     """The kernel for these sizes and a dtype, as by `prompt.build_kernel`."""
     return prompt.build_kernel(SOURCE, Call, define_selecting(dim, value_dim, dtype))
-
-
-def find_code_type() -> torch.dtype:
-    """Of keys' codes, which have 8 bits anyway: the processor may multiply no bytes without overflow."""
-    return torch.int8 if prompt.read_instructions() >= BYTES else torch.int16
-
-
-def find_zero(code: torch.dtype) -> int:
-    """Of queries' codes, which are unsigned where they are bytes."""
-    return LEVELS + 1 if code == torch.int8 else 0
 
 
 def find_selecting(tokens: int, *, sinks: int, window: int) -> slice:
@@ -158,9 +146,11 @@ def _attend_to_head(
     keys, values = (part[far].unflatten(0, (-1, SEGMENT)).float() for part in (key, value))
     centres = keys.mean(dim=1).to(key.dtype)
     codes, steps = _round(keys - centres.float().unsqueeze(1))
-    code = find_code_type()
+    kernel = build_selecting(dim, value_dim, key.dtype)
+    assert kernel is not None
+    code = CODES[kernel.code_bytes()]
     words = codes.to(code).view(torch.int32).transpose(1, 2).contiguous()
-    corrections = (-find_zero(code) * codes.sum(dim=-1)).to(torch.int32)
+    corrections = (-kernel.code_zero() * codes.sum(dim=-1)).to(torch.int32)
     far_pairs = query.shape[0] * int((counts * SEGMENT * (start + queries - starts).clamp_max(BLOCK)).sum())
     means, covariances = _average(keys, values, counts)
     read, segments, blocks, both = torch.zeros_like(counts[0]), len(keys), len(counts), dim + value_dim
@@ -177,8 +167,6 @@ def _attend_to_head(
         find_address("covariances", covariances, torch.float32, (blocks, dim, both)),
         find_address("read", read, torch.int64, ()),
     )
-    kernel = build_selecting(dim, value_dim, key.dtype)
-    assert kernel is not None
     call = Call(
         *addresses,
         *(*query.stride()[:2], key.stride(0), value.stride(0), *out.stride()[:2]),

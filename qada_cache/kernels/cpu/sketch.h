@@ -142,10 +142,26 @@ typedef Integers Bytes;
 inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {
     return (Bytes)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)query);
 }
+#elif defined(__AVXVNNI__)
+typedef int32_t Bytes __attribute__((vector_size(32)));
+inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {
+    return (Bytes)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, (__m256i)query);
+}
 #elif defined(__AVX2__)
 typedef int32_t Bytes __attribute__((vector_size(32)));
 inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {  // pairs stay far below what 16 bits hold
     return sums + (Bytes)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, (__m256i)query), _mm256_set1_epi16(1));
+}
+#elif defined(__aarch64__)
+typedef Integers Bytes;
+inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {  // codes are below 128
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (Bytes)vdotq_s32(sums, (int8x16_t)codes, (int8x16_t)query);
+#else
+    const int8x16_t one = (int8x16_t)codes, other = (int8x16_t)query;
+    const int16x8_t low = vmull_s8(vget_low_s8(one), vget_low_s8(other)), high = vmull_high_s8(one, other);
+    return (Bytes)vpadalq_s16(sums, vpaddq_s16(low, high));
+#endif
 }
 #else
 typedef Integers Bytes;

@@ -1,0 +1,56 @@
+// The operations of operations.h by AVX2 and FMA, and AVX-VNNI.
+
+#pragma once
+
+#include <immintrin.h>
+
+namespace {
+
+constexpr float LEAST_POWER = -125;
+
+INLINED Singles fused(Singles a, Singles b, Singles c) {
+    return (Singles)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+INLINED Singles larger(Singles a, Singles b) { return (Singles)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINED float sum_of(Singles lanes) {
+    const __m256 all = (__m256)lanes;
+    __m128 halves = _mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1);
+    halves = _mm_hadd_ps(halves, halves);
+    return _mm_cvtss_f32(_mm_hadd_ps(halves, halves));
+}
+INLINED float largest(Singles lanes) {
+    const __m256 all = (__m256)lanes;
+    __m128 most = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+    return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+}
+INLINED Integers to_nearest(Singles x) { return (Integers)_mm256_cvtps_epi32((__m256)x); }
+INLINED Singles whole(Singles x) {
+    return (Singles)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+INLINED Integers not_negative(Integers x) { return (Integers)_mm256_max_epi32((__m256i)x, _mm256_setzero_si256()); }
+INLINED Singles scaled(Singles x, Singles power, Singles exact) {
+    return (Singles)(((Integers)x + (to_nearest(power) << 23)) & ~(Integers)(exact < LEAST_POWER));
+}
+
+// In assembly as in avx512.h.
+#if defined(__AVXVNNI__)
+#define MULTIPLIES_BYTES 1
+#endif
+constexpr bool QUERY_SIGNED = false;
+INLINED Singles added_codes(Singles sum, Words query, Words keys) {
+#if defined(MULTIPLIES_BYTES)
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(query), "x"(keys));
+#else
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16((__m256i)query, (__m256i)keys)));
+#endif
+    return sum;
+}
+
+// All bits of a lane, or none.
+typedef Integers Marks;
+INLINED Marks at_least(Singles a, Singles b) { return a >= b; }
+INLINED Singles without(Singles lanes, Marks off) { return (Singles)((Integers)lanes & ~off); }
+INLINED uint32_t bits_of(Marks marks) { return _mm256_movemask_ps((__m256)marks); }
+
+}  // namespace

@@ -1,0 +1,55 @@
+// The operations of operations.h by AVX-512 (F, BW), VNNI and BF16.
+
+#pragma once
+
+#include <immintrin.h>
+
+namespace {
+
+constexpr float LEAST_POWER = -200;
+
+INLINED Singles fused(Singles a, Singles b, Singles c) {
+    return (Singles)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+INLINED Singles larger(Singles a, Singles b) { return (Singles)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINED float sum_of(Singles lanes) { return _mm512_reduce_add_ps((__m512)lanes); }
+INLINED float largest(Singles lanes) { return _mm512_reduce_max_ps((__m512)lanes); }
+INLINED Integers to_nearest(Singles x) { return (Integers)_mm512_cvtps_epi32((__m512)x); }
+INLINED Singles whole(Singles x) {
+    return (Singles)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+INLINED Integers not_negative(Integers x) { return (Integers)_mm512_max_epi32((__m512i)x, _mm512_setzero_si512()); }
+INLINED Singles scaled(Singles x, Singles power, Singles) {
+    return (Singles)_mm512_scalef_ps((__m512)x, (__m512)power);
+}
+
+#if defined(MULTIPLIES_PAIRS)
+INLINED Singles added_pairs(Singles sum, Words left, Words right) {
+    return (Singles)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+}
+INLINED void narrowed(void* to, Singles row) {
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)row));
+}
+#endif
+
+// By GCC's functions, and in arrays of vectors of integers, sums are moved to memory and back. Shorts are there as
+// products of bytes overflow without VNNI.
+#if defined(__AVX512VNNI__)
+#define MULTIPLIES_BYTES 1
+#endif
+constexpr bool QUERY_SIGNED = false;
+INLINED Singles added_codes(Singles sum, Words query, Words keys) {
+#if defined(MULTIPLIES_BYTES)
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(query), "v"(keys));
+#else
+    asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm512_madd_epi16((__m512i)query, (__m512i)keys)));
+#endif
+    return sum;
+}
+
+typedef __mmask16 Marks;
+INLINED Marks at_least(Singles a, Singles b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ); }
+INLINED Singles without(Singles lanes, Marks off) { return (Singles)_mm512_maskz_mov_ps((Marks)~off, (__m512)lanes); }
+INLINED uint32_t bits_of(Marks marks) { return marks; }
+
+}  // namespace

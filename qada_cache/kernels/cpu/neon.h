@@ -1,0 +1,54 @@
+// The operations of operations.h by NEON, DotProd and BF16.
+
+#pragma once
+
+#include <arm_neon.h>
+
+namespace {
+
+constexpr float LEAST_POWER = -125;
+
+INLINED Singles fused(Singles a, Singles b, Singles c) { return (Singles)vfmaq_f32(c, a, b); }
+INLINED Singles larger(Singles a, Singles b) { return (Singles)vmaxq_f32(a, b); }
+INLINED float sum_of(Singles lanes) { return vaddvq_f32(lanes); }
+INLINED float largest(Singles lanes) { return vmaxvq_f32(lanes); }
+INLINED Integers to_nearest(Singles x) { return (Integers)vcvtnq_s32_f32(x); }
+INLINED Singles whole(Singles x) { return (Singles)vrndnq_f32(x); }
+INLINED Integers not_negative(Integers x) { return (Integers)vmaxq_s32((int32x4_t)x, vdupq_n_s32(0)); }
+INLINED Singles scaled(Singles x, Singles power, Singles exact) {
+    return (Singles)(((Integers)x + (to_nearest(power) << 23)) & ~(Integers)(exact < LEAST_POWER));
+}
+
+#if defined(MULTIPLIES_PAIRS)
+INLINED Singles added_pairs(Singles sum, Words left, Words right) {
+    return (Singles)vbfdotq_f32(sum, (bfloat16x8_t)left, (bfloat16x8_t)right);
+}
+INLINED void narrowed(void* to, Singles row) { store(to, vcvt_bf16_f32(row)); }
+#endif
+
+// In assembly as in avx512.h.
+#if defined(__ARM_FEATURE_DOTPROD)
+#define MULTIPLIES_BYTES 1
+#endif
+constexpr bool QUERY_SIGNED = true;
+INLINED Singles added_codes(Singles sum, Words query, Words keys) {
+#if defined(MULTIPLIES_BYTES)
+    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(query), "w"(keys));
+    return sum;
+#else
+    const int16x8_t one = (int16x8_t)query, other = (int16x8_t)keys;
+    const int32x4_t low = vmull_s16(vget_low_s16(one), vget_low_s16(other)), high = vmull_high_s16(one, other);
+    return (Singles)vaddq_s32((int32x4_t)sum, vpaddq_s32(low, high));
+#endif
+}
+
+// All bits of a lane, or none.
+typedef Integers Marks;
+INLINED Marks at_least(Singles a, Singles b) { return a >= b; }
+INLINED Singles without(Singles lanes, Marks off) { return (Singles)((Integers)lanes & ~off); }
+INLINED uint32_t bits_of(Marks marks) {
+    constexpr uint32_t BITS[] = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32((uint32x4_t)marks, vld1q_u32(BITS)));
+}
+
+}  // namespace
