@@ -184,6 +184,15 @@ tables/bfloat16/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 tables/alone/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).latency prompt --model $(QWEN) --tokens 16384 --prefill 12 --rounds 2 $(OUT)
 
+# As on a processor that has no more than AVX2.
+$(filter tables/avx2/%,$(TARGETS)): export ATEN_CPU_CAPABILITY = avx2
+$(filter tables/avx2/%,$(TARGETS)): export ONEDNN_MAX_CPU_ISA = AVX2
+tables/avx2/first_token-smollm2-cpu.csv:
+	$(EVAL).latency prompt --model smollm2 --dtype float32 --tokens 4096 7000 --prefill 12 --rounds 3 $(OUT)
+
+tables/avx2/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
+	$(EVAL).latency prompt --model $(QWEN) --dtype float32 --tokens 8192 --prefill 12 --rounds 2 $(OUT)
+
 tables/turns-smollm2-cpu.csv:
 	$(EVAL).latency turns --model smollm2 --tokens 4000 --turns 4 16 64 112 128 512 $(OUT)
 

@@ -13,14 +13,15 @@ def describe_machine() -> str:
     name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
     if cpuinfo.exists():
         lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
-        told = {key.strip(): value.strip() for key, _, value in lines}
-        name = told.get("model name", name)
-        if "cpu family" in told:  # a virtual machine's name may leave out the generation
-            name += f", family {told['cpu family']}, model {told.get('model')}"
+        found = {key.strip(): value.strip() for key, _, value in lines}
+        name = found.get("model name", name)
+        if "cpu family" in found:  # a virtual machine's name may leave out the generation
+            name += f", family {found['cpu family']}, model {found.get('model')}"
     memory = ""
     if hasattr(os, "sysconf"):
         memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    processor = f"{name} ({os.cpu_count()} cores{memory})"
+    limit = f", limited to {told}" if (told := os.environ.get("ATEN_CPU_CAPABILITY")) else ""
+    processor = f"{name} ({os.cpu_count()} cores{memory}{limit})"
     return "; ".join([processor, *devices, f"Python {platform.python_version()}, {versions}"])

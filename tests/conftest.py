@@ -21,20 +21,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tensors here are tiny: more threads only wait for each other, and badly so on a busy machine.
 torch.set_num_threads(1)
 
-
-def see_avx2_alone() -> None:
-    """Let this processor be one without AVX-512, as torch is told (`make test-avx2`)."""
-    from qada_cache.kernels.cpu import building, prompt  # with the settings above
-
-    newer = "avx512", "avx_", "amx"
-    seen = frozenset(name for name in prompt.read_instructions() if not name.startswith(newer))
-    prompt.read_instructions = lambda: seen
-    building.FLAGS = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in building.FLAGS)
-
-
-if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
-    see_avx2_alone()
-
 KEPT_SECONDS = 30 * 24 * 3600  # of kernels that earlier runs compiled
 
 

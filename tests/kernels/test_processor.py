@@ -9,6 +9,7 @@ import pytest
 
 from qada_cache.kernels.cpu import compiler, processor
 from qada_cache.kernels.cpu.processor import ARM, X86, find_kind
+from qada_cache.machine import describe_machine
 
 CORES = {
     "flags\t\t: fpu avx2 fma avx_vnni": X86,
@@ -18,8 +19,9 @@ CORES = {
 
 
 @pytest.fixture(autouse=True)
-def unknown() -> Any:
-    """As at first."""
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As at first, and as if torch were told nothing."""
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     processor.read_instructions.cache_clear()
     yield
     processor.read_instructions.cache_clear()
@@ -32,6 +34,16 @@ def test_linux(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert find_kind(processor.read_instructions()) is CORES[line]
     assert processor.read_instructions() >= set(line.partition(": ")[2].split())
     assert processor.identify() == sorted([line, "CPU part\t: 0xd0c"])
+
+
+def test_what_torch_is_limited_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx2 fma avx_vnni avx512f avx512_bf16 amx_tile\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(compiler.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert processor.read_instructions() == {"fpu", "avx2", "fma"}
+    assert "-march=x86-64-v3" in compiler.list_flags()
+    assert "limited to avx2" in describe_machine()
 
 
 def test_macos(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .process import run_command
+from .processor import is_limited
 
 # What is looked for on each system, and what to install where it is not there. Windows has none: Clang's OpenMP and
 # torch's, in one process, end it.
@@ -24,8 +25,9 @@ XCODE = "/Library/Developer/CommandLineTools", "/Applications/Xcode.app"
 def list_flags() -> tuple[str, ...]:
     """For this system and processor, where libraries are built for what the processor has."""
     arm = platform.machine().lower() in ("aarch64", "arm64")
+    built_for = "-mcpu=native" if arm else "-march=x86-64-v3" if is_limited() else "-march=native"
     return (
-        *("-std=c++17", "-O3", "-mcpu=native" if arm else "-march=native", *_use_openmp(), "-shared", "-fPIC", "-w"),
+        *("-std=c++17", "-O3", built_for, *_use_openmp(), "-shared", "-fPIC", "-w"),
         # Sums may be reordered, as vectors need. Not -ffast-math: loading a library linked with it changes the rounding
         # of the whole process.
         *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),

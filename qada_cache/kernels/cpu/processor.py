@@ -3,6 +3,7 @@ any."""
 
 import ctypes
 import functools
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ ARM = Kind(
     frozenset({"asimd"}),
     {"asimddp": "-U__ARM_FEATURE_DOTPROD", "bf16": "-U__ARM_FEATURE_BF16_VECTOR_ARITHMETIC"},
 )
+BEYOND_AVX2 = "avx512", "avx_", "amx"
 CPUINFO = Path("/proc/cpuinfo")
 # macOS's names for what is asked of an Arm processor.
 OF_MACOS = {"asimd": "arm64", "asimddp": "arm.FEAT_DotProd", "bf16": "arm.FEAT_BF16"}
@@ -40,7 +42,13 @@ def read_instructions() -> frozenset[str]:
     if sys.platform == "darwin":
         return frozenset(_ask_macos())
     lines = (line for line in _read_lines() if line.startswith(("flags", "Features")))
-    return next((frozenset(line.split()) for line in lines), frozenset())
+    found = next((frozenset(line.split()) for line in lines), frozenset())
+    return frozenset(name for name in found if not name.startswith(BEYOND_AVX2)) if is_limited() else found
+
+
+def is_limited() -> bool:
+    """Whether torch is told to use nothing beyond AVX2: so are our kernels."""
+    return os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
 
 
 def find_kind(instructions: frozenset[str]) -> Kind | None:
