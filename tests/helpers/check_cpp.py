@@ -1,6 +1,7 @@
 """The C++ kernels compiled for several sizes and instruction sets, all warnings being errors: `python -m
 tests.helpers.check_cpp` for this processor, or for targets that are named."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -56,7 +57,9 @@ OF_ARM = {
 OF_MACS = {"apple_m1": ARM.needed | {"asimddp"}, "apple_m2": ARM.needed | set(ARM.better)}
 OF_WINDOWS = {"x86_64_v3": X86.needed, "x86_64_v4": X86.needed | {"avx512f", "avx512bw"}}
 TARGETS = {
-    "x86_64": Target(("c++",), "-march", ("x86-64", "x86-64-v3", "alderlake", "x86-64-v4"), OF_X86),
+    "x86_64": Target(
+        (os.environ.get("CXX", "c++"),), "-march", ("x86-64", "x86-64-v3", "alderlake", "x86-64-v4"), OF_X86
+    ),
     "aarch64": Target(("aarch64-linux-gnu-g++",), "-march", tuple(OF_ARM), OF_ARM),
     "macos": Target((*ZIG, "aarch64-macos"), "-mcpu", tuple(OF_MACS), OF_MACS),
     "windows": Target((*ZIG, "x86_64-windows-gnu"), "-mcpu", tuple(OF_WINDOWS), OF_WINDOWS),
