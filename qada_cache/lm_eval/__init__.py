@@ -222,7 +222,7 @@ class QAdALM(HFLM):
         rows = scoring.make_rows([(context, continuation) for _, context, continuation in requests], self.max_length)
         size = override_bs or self.batch_size
         if size == "auto":
-            longest = max(requests, key=lambda request: len(request[1]) + len(request[2]))
+            longest = max(requests, key=lambda request: sum(map(len, request[1:])))  # context and continuation
             size = self._detect_batch_size([longest])
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
         answers: list[Any] = [None] * len(requests)

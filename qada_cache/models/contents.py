@@ -61,11 +61,11 @@ class Contents:
 
     def _stands_in(self, path: str, module: nn.Module) -> bool:
         """Whether it is of another package than the module around it, as of one that packs weights, and shows none."""
-        place, around = path, module
-        while place and (around is module or type(around).__module__.startswith("torch.nn.")):
-            place = place.rpartition(".")[0]
-            around = self._paths.get(place, module)
-        if module._modules or len({type(part).__module__.partition(".")[0] for part in (module, around)}) == 1:
+        parent_path, parent = path, module
+        while parent_path and (parent is module or type(parent).__module__.startswith("torch.nn.")):
+            parent_path = parent_path.rpartition(".")[0]
+            parent = self._paths.get(parent_path, module)
+        if module._modules or len({type(part).__module__.partition(".")[0] for part in (module, parent)}) == 1:
             return False
         return sum(weight.numel() for name, weight in self.weights.items() if name.startswith(f"{path}.")) < _FEWEST
 

@@ -78,14 +78,14 @@ def estimate_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits:
         return 0
     layers, heads, *_ = read_sizes(config)
     kv_heads, dim, _ = map(max, zip(*list_token_sizes(config), strict=True))
-    width = model.dtype.itemsize
-    kept, records = 3.0 * dim * width, RecordLayout.from_bits(dim, dim, bulk_bits)  # of one KV head
+    element_bytes = model.dtype.itemsize
+    kept, records = 3.0 * dim * element_bytes, RecordLayout.from_bits(dim, dim, bulk_bits)  # of one KV head
     beside = 0.0 if records is None else min(tokens, MIN_TOKENS) * kept
     if records is not None:
         kept = 1.5 * (records.size + dim / 4)
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widest = max(wide) if isinstance(wide, (list, tuple)) else wide
-    passing = (3 * widest + 8 * config.hidden_size) * width + 8 * heads * dim * 4
+    passing = (3 * widest + 8 * config.hidden_size) * element_bytes + 8 * heads * dim * 4
     held = layers * kv_heads * (tokens * kept + beside)
     return int(held + (at_once * passing if model.device.type == "cpu" else 0))
 
