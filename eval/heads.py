@@ -55,7 +55,7 @@ class Recorder:
             "iid": _draw_gaussian(mean, variance, rows.bulk_tokens.unsqueeze(2)),
         }
         for name, kept in self.moments.items():
-            columns[name] = decode.estimate_by_others(kept, layer, query.states.float(), query, rows)
+            columns[name] = decode.estimate_by_others(kept, layer, query.states.float(), query, rows, shape[1])
         flat = {name: column.flatten(1, 2).cpu() for name, column in columns.items()}  # [rows, heads, queries]
         decided = rows.decided.expand(shape[0], 1, shape[3]).squeeze(1).cpu()
         for row, query in decided.nonzero().tolist():

@@ -21,7 +21,7 @@ from qada_cache.attention import support
 from qada_cache.cache_file import KIND
 from qada_cache.files import private_map, tensor_file
 from qada_cache.kernels import choice, coding, cpu
-from qada_cache.kernels.cpu import building, compiled_decode, recording
+from qada_cache.kernels.cpu import compiled_decode, compiler, recording
 from qada_cache.kernels.cpu import prompt as prompt_kernel
 from qada_cache.serving.memory import estimate_bytes
 from qada_cache.storage.bulk import Bulk
@@ -407,7 +407,7 @@ def test_a_crop_under_autocast_decodes_alike() -> None:
 @pytest.mark.usefixtures("default_bits")
 def test_without_a_compiler_none_is_16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 2, 8))
-    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     assert QAdACache(tiny(), moments="current").options.bulk_bits == 16
 
 

@@ -45,12 +45,14 @@ def brief(model: PreTrainedModel, cache: QAdACache, folder: Path) -> torch.Tenso
     return logits_of(generate(model, prompt(90)[0], cache, tokens=16))
 
 
-CASES: list[tuple[str, Use]] = [(name, one_shot) for name in OPTIONS]
-CASES += [("whole heads", use) for use in (padded, cropped, rows, used_again, copied_and_saved)]
-INTERPRETED = [("whole heads", brief), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
+CASES: list[tuple[str, Use]] = [(name, one_shot) for name in ("whole heads", "by head")]
+CASES += [("whole heads", use) for use in (padded, cropped, rows, copied_and_saved)]
+MORE: list[tuple[str, Use]] = [("exact", one_shot), ("other moments", one_shot), ("whole heads", used_again)]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+INTERPRETED = [("whole heads", brief), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES + MORE)]
 
 
-@pytest.mark.parametrize(("name", "use"), CASES)
+@pytest.mark.parametrize(("name", "use"), [*CASES, *SLOW])
 def test_outputs_and_counts_are_those_of_computed_steps(name: str, use: Use, device: str, tmp_path: Path) -> None:
     check_outputs_and_counts(name, use, device, tmp_path)
 

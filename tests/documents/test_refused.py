@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import qada_cache
-from qada_cache.attention import call
+from qada_cache.attention import checking
 
 PACKAGE = Path(qada_cache.__file__).parent
 TEXT = (PACKAGE.parent / "docs/refused.md").read_text(encoding="utf-8")
@@ -16,6 +16,7 @@ TEXT = (PACKAGE.parent / "docs/refused.md").read_text(encoding="utf-8")
 REFUSING = (
     "block_mask",
     "call",
+    "checking",
     "forward",
     "cache",
     "generation",
@@ -54,4 +55,4 @@ def test_every_line_is_true() -> None:
 
 
 def test_every_argument_that_is_refused_is_named() -> None:
-    assert [argument for argument in call._UNSUPPORTED if f"`{argument}`" not in TEXT] == []
+    assert [argument for argument in checking._UNSUPPORTED if f"`{argument}`" not in TEXT] == []

@@ -62,7 +62,13 @@ class Scene:
             assert torch.equal(found, self.wanted)
 
 
-@pytest.fixture(scope="module", params=SCENES.values(), ids=SCENES)
+RARE = "frozen", "dense", "static", "no bulk"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, id=name, marks=[pytest.mark.slow] * (name in RARE)) for name, each in SCENES.items()],
+)
 def scene(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     family, lengths, options = request.param
     path, model, (ids, mask) = tmp_path_factory.mktemp("forged") / "file", tiny(family), prompt(*lengths)

@@ -124,10 +124,11 @@ CASES: list[tuple[Use, dict[str, Any]]] = [
     (padded, {"criterion": STATIC, "sketch_bits": 1}),
     (saved, {"device_budget": 1.0}),
 ]
+INTERPRETED_CASES = [CASES[0], pytest.param(*CASES[1], marks=pytest.mark.slow), *CASES[2:]]
 
 
 @interpreter
-@pytest.mark.parametrize(("use", "options"), CASES)
+@pytest.mark.parametrize(("use", "options"), INTERPRETED_CASES)
 def test_the_kernel_chooses_as_the_torch_path(
     use: Use, options: dict[str, Any], model: PreTrainedModel, tmp_path: Path
 ) -> None:

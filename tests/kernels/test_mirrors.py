@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qada_cache.kernels.cpu import addresses, compiled_decode, prompt, quantizing, recording, selected_prompt
+from qada_cache.kernels.cpu import addresses, compiled_decode, latent, prompt, quantizing, recording, selected_prompt
 
 FOLDER = Path(prompt.__file__).parent
 KINDS = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float, "double": ctypes.c_double}
@@ -19,7 +19,8 @@ MIRRORS = {
     ("prompt.cpp", "Call"): prompt.Call,
     ("selected_prompt.cpp", "Call"): selected_prompt.Call,
     ("quantize.cpp", "Quantizing"): quantizing.Quantizing,
-    ("records.cpp", "Coding"): recording.Coding,
+    ("coding.h", "Coding"): recording.Coding,
+    ("latent.cpp", "Call"): latent.Call,
 }
 
 

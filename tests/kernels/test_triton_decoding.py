@@ -29,7 +29,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @DEVICES
-@pytest.mark.parametrize("distance", [0, 12])
+@pytest.mark.parametrize("distance", [12, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dim", "value_dim", "bits", "rung", "dtype"),
     mark_rest_slow(
