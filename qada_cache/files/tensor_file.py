@@ -225,4 +225,5 @@ def _cut(tensor: FileTensor) -> Iterator[memoryview | int]:
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
-    return tensor.flatten().view(torch.uint8).numpy().data
+    # `flatten` leaves a dimension of one number its stride, by any of which it is contiguous.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

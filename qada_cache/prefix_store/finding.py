@@ -1,7 +1,7 @@
 """The longest stored beginning of a prompt: chains of segments, followed by their names."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -108,7 +108,8 @@ class Finder:
         """The chain of the longest stored beginning, and the file of states behind it, if these are needed."""
         found = [self._end_at_states(self._find_longest(tokens, most), tokens, {self.reading, EXACT})]
         if self._coded is not None:
-            found.append(self._end_at_states(self._find_coded(tokens[:most], self._coded), tokens, {self._coded}))
+            for path in self._find_coded(tokens[:most], self._coded):
+                found.append(self._end_at_states(path, tokens, {self._coded}))
         return max(found, key=lambda each: sum(taken for _, taken in each[0]))
 
     def _end_at_states(
@@ -158,24 +159,25 @@ class Finder:
                 best, length = path, begun
         return best
 
-    def _find_coded(self, tokens: Sequence[int], reading: str) -> list[Step]:
-        """The longest chain of at least `WORTH` tokens of segments in few bits, and what is behind them."""
+    def _find_coded(self, tokens: Sequence[int], reading: str) -> Iterator[list[Step]]:
+        """Chains of at least `WORTH` tokens of segments in few bits, and what is behind them: one for each number of
+        segments, as a text that was coded later, or never, may go on where another's next segment begins."""
         path, parent = list[Step](), self.root
         while True:
             start, stop = (find_edge(self._sinks, len(path) + more) for more in (0, 1))
             following = list(self.listing.following.get(parent, []))
-            own = name_segment(parent, tokens[start:stop], reading) if stop <= len(tokens) else ""
-            if (name := next((name for name in following if name.own == own), None)) is not None:
-                header = self._read_header(name)
-                if header is not None and header.sketch == CODED:
-                    path.append((name, stop - start))
-                    parent = name.own
-                    continue
             rest = tokens[start:]
             shared = {name: self._count_shared(name, rest, reading) for name in following} if rest else {}
             last = max(shared, key=lambda name: shared[name], default=None)
-            path += [(last, shared[last])] if last is not None and shared[last] else []
-            return path if sum(taken for _, taken in path) >= WORTH else []
+            found = [*path, (last, shared[last])] if last is not None and shared[last] else list(path)
+            if sum(taken for _, taken in found) >= WORTH:
+                yield found
+            own = name_segment(parent, tokens[start:stop], reading) if stop <= len(tokens) else ""
+            name = next((name for name in following if name.own == own), None)
+            if name is None or (header := self._read_header(name)) is None or header.sketch != CODED:
+                return
+            path.append((name, stop - start))
+            parent = own
 
     def _read_header(self, name: Name) -> Header | None:
         """A file's header; None, and it is looked for no more, if it cannot be read."""

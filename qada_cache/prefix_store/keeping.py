@@ -125,6 +125,9 @@ def store_states(
     """Write what other layers than ours held behind beginnings of `tokens`; returns the bytes written. An OSError if a
     file cannot be written."""
     written, spared, kept = 0, [name for name in listing.files if name.own in chain], list[Name]()
+    if rest := list(tokens[starts[-1] :]):  # no states are worth the tokens before them
+        behind = folder.list_following(listing, chain[-1])
+        spared += [name for name, each in behind if not each.has_states and each.tokens[: len(rest)] == rest]
     for snapshot in snapshots:
         if snapshot.tokens > len(tokens):
             break

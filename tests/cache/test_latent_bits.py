@@ -88,9 +88,13 @@ def test_copies_files_and_crops(bits: int, tmp_path: Path) -> None:
     for each in (cache, other):
         forced(model, ids[:, : sum(SPLIT)], SPLIT, each)
     cache.save(tmp_path / "cache")
+    cropped = copy.deepcopy(cache)
+    cropped.crop(-600)
+    cropped.save(tmp_path / "cropped")
     found = []
-    for each in (copy.deepcopy(cache), cache.fork(), QAdACache.load(tmp_path / "cache", model), cache, other):
-        each.crop(-600)
+    loaded = QAdACache.load(tmp_path / "cropped", model), QAdACache.load(tmp_path / "cache", model)
+    for each in (copy.deepcopy(cache), cache.fork(), *loaded, cache, other):
+        each.crop(sum(SPLIT) - 600 - each.get_seq_length())
         found.append(forced(model, ids[:, sum(SPLIT) - 600 :], [600, 39, 1], each))
     for got in found[1:-1]:
         assert torch.equal(got, found[0])

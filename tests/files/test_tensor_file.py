@@ -157,6 +157,7 @@ def test_permissions_are_those_of_any_new_file(saved: Path) -> None:
 def test_every_dtype_that_is_written_can_be_read(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.tensor([0, 1, 0]).to(dtype) for dtype in tensor_file._DTYPES}
     tensors |= {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.0), "a view": torch.arange(6).view(2, 3).T}
+    tensors["one of every fourth"] = torch.arange(8.0)[1::4][:1]  # contiguous, as it is of one number
     tensor_file.write(tmp_path / "file", "qada-test", tensors, {})
     found, _ = tensor_file.read(tmp_path / "file", "qada-test")
     assert found.keys() == tensors.keys()

@@ -102,6 +102,22 @@ def test_a_text_that_differs(store: PrefixStore, model: PreTrainedModel, cut: in
     )
 
 
+@pytest.mark.parametrize(("shared", "tokens"), [(600, 1000), (1100, 1150)])
+def test_a_shorter_text_beside_a_longer_one(
+    store: PrefixStore, model: PreTrainedModel, shared: int, tokens: int
+) -> None:
+    """One whose tokens are still as the model made them is found behind fewer segments than the longer one shares."""
+    other = torch.cat([TEXT[:, :shared], prompt(tokens - shared, seed=6)[0]], dim=1)
+    for text in (TEXT, other):
+        cache = QAdACache(model, **OPTIONS)
+        read(model, text, cache)
+        assert store.keep(cache, text) == text.shape[1]
+    longer = torch.cat([other, prompt(9, seed=2)[0]], dim=1)
+    got = another(store).cache(model, longer, **OPTIONS)
+    assert got.get_seq_length() == tokens
+    check_same_tokens(got, cache)
+
+
 def test_a_text_that_grows(store: PrefixStore, model: PreTrainedModel) -> None:
     """What was behind closed segments goes when these segments close."""
     cache, sizes = QAdACache(model, **OPTIONS), []

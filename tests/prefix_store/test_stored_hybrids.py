@@ -158,6 +158,20 @@ def test_no_room(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
         assert torch.equal(got, generate(model, text, None, tokens=4).sequences)
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+def test_states_take_no_room_of_their_tokens(store: PrefixStore, tmp_path: Path, bits: int) -> None:
+    """What is said to be kept is kept, if there is no room for states of all of it."""
+    model = tiny("gemma3")
+    cache = store.cache(model, DOCUMENT, **EXACT, bulk_bits=bits)
+    text = generate(model, DOCUMENT, cache, tokens=2).sequences
+    assert store.keep(cache, text) == 701
+    small = PrefixStore(tmp_path / "small", max_bytes=store.stats().bytes - 1)
+    assert small.keep(cache, text) == 701
+    with small._open() as folder:
+        headers = [folder.read_header(name) for name in folder.list().files]
+    assert sum(len(header.tokens) for header in headers if not header.has_states) == 701
+
+
 def test_few_bits(store: PrefixStore) -> None:
     """States lie between segments in few bits, too, and are not written again when a segment closes. Caches in other
     bits do not find them."""
