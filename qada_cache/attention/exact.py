@@ -46,7 +46,7 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
         if not found.numel():  # this row is padding from end to end
             continue
         if selects:
-            _select_by_cpu(layer, query.scaling, own, to)
+            _select_by_cpu(layer, query.scaling, own, to, padding=tokens - own[0].shape[2])
         else:
             prompt.prompt_attention(*own, scaling=query.scaling, causal=True, out=to)
         if not isinstance(real, slice):
@@ -64,7 +64,8 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
         return None
     if not isinstance(layer, QAdALayer) or isinstance(layer, LatentLayer) or layer.padding.known.numel():
         return None
-    if not all(dtype == states.dtype for dtype in store.dtypes):
+    known = states.is_cpu and prompt.serves_sizes(states.shape[3], value.shape[3], states.dtype)
+    if not known or {*store.dtypes} != {states.dtype} or not selected_prompt.serves(states, value):
         return None
     out = states.new_empty(*states.shape[:3], value.shape[3])
     for row in range(len(states)):
@@ -72,17 +73,18 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
         held = store.copy_tokens(rows, 0, store.lengths[row])
         keys, values = (torch.cat([past, new[rows]], dim=2) for past, new in zip(held, (key, value), strict=True))
         own = states[rows], keys, values
-        if not (prompt.serves(*own, causal=True) and selected_prompt.serves(states, values)):
+        if not prompt.serves(*own, causal=True):
             return None
-        _select_by_cpu(layer, query.scaling, own, out[rows])
+        _select_by_cpu(layer, query.scaling, own, out[rows], padding=0)
     return out
 
 
-def _select_by_cpu(layer: Asker, scaling: float, call: Sequence[Tensor], out: Tensor) -> None:
-    """`selected_attention` of a prompt or a chunk of one row, with what the layer's options and counters say."""
+def _select_by_cpu(layer: Asker, scaling: float, call: Sequence[Tensor], out: Tensor, *, padding: int) -> None:
+    """`selected_attention` of a prompt or a chunk of one row, with what the layer's options and counters say. `padding`
+    are tokens of the whole prompt that are none of the row's."""
     query, key, value = call
     told: dict[str, Any] = {"sinks": layer.options.sink_tokens, "window": layer.options.window}
-    told |= {"threshold": layer.options.prefill_threshold, "end": layer.shared.forward_pass.prompt_tokens}
+    told |= {"threshold": layer.options.prefill_threshold, "end": layer.shared.forward_pass.prompt_tokens - padding}
     computed = selected_prompt.selected_attention(query, key, value, scaling=scaling, out=out, **told)
     layer.counters.prompt_read_pairs += computed
     layer.counters.prompt_pairs += prompt.count_pairs(query, key)

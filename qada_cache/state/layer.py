@@ -43,8 +43,7 @@ class Seen(int):
 
 class QAdALayer(Asker, DynamicLayer):
     """One full-attention layer: its tokens, padding and counters, and those of layers that read its keys. `update` only
-    tags new tokens. The attention function (`attention/call.py`) stores them: it has the queries, and the mask that
-    tells real tokens from padding."""
+    tags new tokens. `attention/call.py` stores them: it has the queries, and the mask that tells padding."""
 
     keys, values = _make_no_tensor("keys"), _make_no_tensor("values")
 
@@ -94,11 +93,10 @@ class QAdALayer(Asker, DynamicLayer):
             self.store.alike = list(self.store.exact)  # others were decided by the options of before
 
     def _keep_by_options(self, store: TokenStore) -> None:
-        options = self.options
+        options, near = self.options, store.near_keys
         store.keep_moments(track=options.tracks_moments, update=options.update_moments, kernels=options.kernels)
-        energies = options.query_energies
-        heads, dim = map(slice, store.near_keys.shape[1::2])
-        own = None if energies is None else self.shared.model.shard.take_own(energies[self.index])[heads, dim]
+        if (own := options.query_energies) is not None:
+            own = self.shared.model.shard.take_own(own[self.index])[: near.shape[1], : near.shape[3]]
         store.keep_sketch(options.sketch_bits, own, select=options.selects_tokens, kernels=options.kernels)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -206,10 +204,9 @@ class QAdALayer(Asker, DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The tokens that a mask of a call of `query_length` is for, and the first of them."""
-        tokens = self.seen + query_length
         # Graphs know no such class, and models of shared keys cut masks by queries.
         plain = torch.compiler.is_compiling() or self.shared.model.readers
-        return (tokens if plain else Seen(tokens)), 0
+        return (int if plain else Seen)(self.seen + query_length), 0
 
     def get_seq_length(self) -> int:
         """Logical tokens held, padding included."""
