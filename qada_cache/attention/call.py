@@ -73,6 +73,11 @@ def attend(
     if softcap is not None and config._attn_implementation == "sdpa":
         softcap = None
     asked = Query(query, scaling, softcap, kwargs.get("s_aux"))
+
+    def attend_by_model() -> Tensor:
+        untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
+        return base(module, query, untagged, value, mask, **kwargs)[0]
+
     asker: Asker = layer
     twice = layer if isinstance(layer, DifferentialLayer) else None
     call: Call | None = layer.lent
@@ -85,10 +90,7 @@ def attend(
         if call is None:
             new = _check_call(layer, module, asked, key, value, mask, kwargs)
             if isinstance(layer, IndexedLayer):
-                untagged = key.view_as(key)
-                return attend_to_picked(
-                    layer, asked, lambda: base(module, query, untagged, value, mask, **kwargs)[0]
-                ), None
+                return attend_to_picked(layer, asked, attend_by_model), None
             call = _take_in(layer, store, asked, key, value, mask, new)
         else:
             asker = _find_reader(layer, module, asked, key, value, mask, kwargs)
@@ -97,8 +99,7 @@ def attend(
         if twice is not None:
             out = twice.take_first(out)
     if out is None:
-        untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
-        out = base(module, query, untagged, value, mask, **kwargs)[0]
+        out = attend_by_model()
     if comes_again:
         layer.lent = call
         return out, None
@@ -176,8 +177,8 @@ def _find_reader(
     """The reader whose module attends to keys of `layer`, perhaps by the last of the pass's queries alone."""
     call, queries = layer.lent, asked.states.shape[2]
     reader = layer.readers.get(cast(int, getattr(module, "layer_idx", -1)))
-    known = key is call.key and value is call.value and reader is not None
-    if not known or reader is None or layer.shared.progress.reached >= reader.index:
+    handed_out = key is call.key and value is call.value
+    if not handed_out or reader is None or layer.shared.progress.reached >= reader.index:
         _refuse_second(layer)
     if not (mask is call.mask or _is_end_of(call.mask, mask, queries)):
         raise NotImplementedError(
