@@ -72,7 +72,8 @@ def attend(
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
     if softcap is not None and config._attn_implementation == "sdpa":
         softcap = None
-    asked = Query(query, scaling, softcap, kwargs.get("s_aux"))
+    sinks = kwargs.get("s_aux")
+    asked = Query(query, scaling, softcap, None if sinks is None else sinks.reshape(-1))
 
     def attend_by_model() -> Tensor:
         untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table

@@ -21,8 +21,6 @@ _UNSUPPORTED = {
     "cu_seq_lens_q": "texts packed into one row",
 }
 
-_NOT_IN_TRITON = {"s_aux": "learned attention sinks", "softcap": "soft-capped scores"}
-
 
 def check_supported(
     asker: Asker, module: nn.Module, kwargs: dict[str, Any], *, tokens: int, seen: int, first: bool
@@ -34,11 +32,10 @@ def check_supported(
     for argument, meaning in () if kwargs.keys().isdisjoint(_UNSUPPORTED) else _UNSUPPORTED.items():
         if kwargs.get(argument) is not None:
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
-    for argument, meaning in _NOT_IN_TRITON.items() if asker.options.kernels == "triton" else ():
-        if kwargs.get(argument) is not None:
-            raise NotImplementedError(
-                f"no Triton kernel computes {meaning} ({argument}), as {name} uses: use kernels='auto'"
-            )
+    if asker.options.kernels == "triton" and kwargs.get("softcap") is not None:
+        raise NotImplementedError(
+            f"no Triton kernel computes soft-capped scores (softcap), as {name} uses: use kernels='auto'"
+        )
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"QAdACache supports causal attention only, {name} asks for bidirectional: {way_out}")
     # Once a pass: a look into the config takes as long as the other checks.

@@ -34,9 +34,9 @@ def attend_adaptively(layer: Asker, store: TokenStore, query: Query) -> Tensor:
         valid=query.valid,
         device=states.device,
     )
-    plain, single = query.sink_logits is None and query.softcap is None, states.shape[2] == 1
-    served = plain and (single or takes_turns(layer, store, states)) and not layer.is_observed()
-    plan = find_plan(layer, store, states, by_kernel=served)
+    single, observed = states.shape[2] == 1, layer.is_observed()
+    served = query.softcap is None and (single or takes_turns(layer, store, states)) and not observed
+    plan = find_plan(layer, store, states, by_kernel=served, sinks=query.sink_logits is not None)
     kernel, operands = plan.kernel, plan.operands
     storer = None if query.unstored is None else plan.storer
     moments = [] if storer is None else list_moments(layer, store, rows)

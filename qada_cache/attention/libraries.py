@@ -17,17 +17,24 @@ from ..state.layer import QAdALayer
 
 
 def list_libraries(
-    options: Options, dtype: torch.dtype, *, group: int, dim: int, value_dim: int, plain: bool = True
+    options: Options,
+    dtype: torch.dtype,
+    *,
+    group: int,
+    dim: int,
+    value_dim: int,
+    softcap: bool = False,
+    sinks: bool = False,
 ) -> list[Library]:
     """Those that read a long prompt, and decode behind it, on a CPU: for `group` queries of a KV head, keys of `dim`
     channels and values of `value_dim`, all in one `dtype`. What is needed last, and takes longest to build, is first.
-    Scores that are not `plain` have a cap, or learned sinks."""
+    `softcap` and `sinks` say whether scores have a cap, and heads learned sinks."""
     kernels, layout = options.kernels, RecordLayout.from_bits(dim, value_dim, options.bulk_bits)
     if kernels == "torch":
         return []
     found, decoding = [], (dtype, dim, value_dim, group)
     if cpu.supports_sizes(*decoding):
-        element, by_torch = cpu.ELEMENTS[dtype], options.criterion == "oracle" or not plain
+        element, by_torch = cpu.ELEMENTS[dtype], options.criterion == "oracle" or softcap
         if kernels == "auto" and not by_torch:
             sizes = dim, value_dim, group, layout
             found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
@@ -35,7 +42,7 @@ def list_libraries(
             sizes = dim, value_dim, cpu.round_queries(group), None
             found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
     found += _list_coders(layout, dim, sketched=options.selects_tokens)
-    if plain and prompt.has_instructions() and prompt.serves_sizes(dim, value_dim, dtype):
+    if not (softcap or sinks) and prompt.has_instructions() and prompt.serves_sizes(dim, value_dim, dtype):
         of_prompt = dim, value_dim, dtype
         if options.prefill_threshold and dim % 4 == 0:
             macros, build = selected_prompt.define_selecting(*of_prompt), selected_prompt.build_selecting
@@ -81,5 +88,5 @@ def build_for_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor,
         build_ahead(list_latent_libraries(layer.options, states.dtype, latents))
         return
     sizes = {"group": states.shape[1] // key.shape[1], "dim": key.shape[3], "value_dim": value.shape[3]}
-    plain = query.softcap is None and query.sink_logits is None
-    build_ahead(list_libraries(layer.options, states.dtype, **sizes, plain=plain))
+    softcap, sinks = query.softcap is not None, query.sink_logits is not None
+    build_ahead(list_libraries(layer.options, states.dtype, **sizes, softcap=softcap, sinks=sinks))

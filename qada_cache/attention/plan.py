@@ -57,12 +57,13 @@ class Plan:
         return self.constant
 
 
-def find_plan(layer: Asker, store: TokenStore, states: Tensor, *, by_kernel: bool) -> Plan:
-    """The layer's, for queries `[batch, heads, queries, dim]`; torch computes them unless `by_kernel` is allowed."""
-    kind, version = (by_kernel, states.shape, states.dtype, states.device), store.version
+def find_plan(layer: Asker, store: TokenStore, states: Tensor, *, by_kernel: bool, sinks: bool = False) -> Plan:
+    """The layer's, for queries `[batch, heads, queries, dim]`, with learned `sinks` or without; torch computes them
+    unless `by_kernel` is allowed."""
+    kind, version = (by_kernel, sinks, states.shape, states.dtype, states.device), store.version
 
     def make() -> Plan:
-        kernel = find_kernel(layer, store, states) if by_kernel else None
+        kernel = find_kernel(layer, store, states, sinks=sinks) if by_kernel else None
         operands = find_operands(layer, store, by_kernel=kernel is not None)
         return Plan(kind, version, kernel, operands, states.shape, find_storer(layer, store, states, kernel))
 
@@ -94,14 +95,14 @@ def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operan
     return found
 
 
-def find_kernel(layer: Asker, store: TokenStore, states: Tensor) -> Callable | None:
-    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`."""
+def find_kernel(layer: Asker, store: TokenStore, states: Tensor, *, sinks: bool = False) -> Callable | None:
+    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`, with learned `sinks` or without."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
     sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
     layout = sketch.layout if sketch is not None and sketch.in_use else None
     call = states[:, :, :1], bulk.keys, bulk.values, options.criterion, options.kernels
-    return choice.choose_kernel(*call, layout=layout, records=records, turn=states.shape[2] > 1)
+    return choice.choose_kernel(*call, layout=layout, records=records, sinks=sinks, turn=states.shape[2] > 1)
 
 
 def find_storer(layer: Asker, store: TokenStore, states: Tensor, kernel: Callable | None) -> Storer | None:

@@ -155,15 +155,12 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
     model, config = managed.get(), managed.config
     if model is None or not options.selects_tokens or options.query_energies is None:
         return False
-    named = dict(model.named_parameters())
-    plain = getattr(config, "attn_logit_softcapping", None) is None and not any(
-        name.endswith("sinks") for name in named
-    )
+    plain = getattr(config, "attn_logit_softcapping", None) is None
     built = model.dtype in cpu.ELEMENTS and all(
         heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
         for heads, kv_heads, dim in list_sizes(config)
     )
-    on_cpu = all(parameter.device.type == "cpu" for parameter in named.values())
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     return plain and built and on_cpu and options.kernels == "auto" and has_compiler()
 
 

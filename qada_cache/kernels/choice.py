@@ -83,14 +83,15 @@ def choose_kernel(
     layout: Layout | None = None,
     *,
     records: Records | None = None,
+    sinks: bool = False,
     turn: bool = False,
 ) -> Callable | None:
     """The `fused_decode` that is to compute such calls, or for a `turn` the `fused_turn`; None for the torch path of
     attention/decode.py.
 
     Arguments as for `explain_unsupported`; `kernels` is one of `KINDS`, `layout` that of the sketch by which tokens are
-    selected, or behind which records lie, None without one. RuntimeError, if it is "triton", and the kernel cannot
-    compute the call.
+    selected, or behind which records lie, None without one, and `sinks` says whether heads have learned sinks.
+    RuntimeError, if it is "triton", and the kernel cannot compute the call.
     """
     call = (query, bulk_keys, bulk_values, criterion, records)
     if kernels == "auto" and compiled_decode.supports(*call):
@@ -109,6 +110,7 @@ def choose_kernel(
             sizes = {"group": group, "dim": query.shape[3], "value_dim": bulk_values.shape[3]}
             of_bulk = {"layout": layout, "records": None if records is None else records.layout, "pinned": pinned}
             tried = {"queries": 2} if turn else {}
+            tried |= {"sinks": True} if sinks else {}
             reason = decode_trial.find_decode_fault(kernel, query.device, query.dtype, **sizes, **of_bulk, **tried)
         if reason is None:
             return kernel

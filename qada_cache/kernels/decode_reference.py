@@ -32,8 +32,8 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
     )
     scores = score_near(grouped, keys, query)
     assert query.log_bulk is not None
-    flags = decide(sum_local(scores, rows, None), query.log_bulk, rows, layer)
-    local = attend_near(scores, values, rows, flags)
+    flags = decide(sum_local(scores, rows, query.sink_logits), query.log_bulk, rows, layer)
+    local = attend_near(scores, values, rows, flags, query.sink_logits)
     whole, selecting, chosen = select(grouped, flags, local[1], lengths, query, rows, layer)
     bulk = BulkAttention(grouped, query, values.shape[3])
     for row, heads in enumerate(whole):

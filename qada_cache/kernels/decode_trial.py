@@ -20,7 +20,7 @@ LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the near buffer; the o
 SHORT = 300  # tokens in the bulk of all rows but the first
 NOTHING = 255  # a byte of records that are not to be read: as a scale, nan
 QUERY, ROWS = (
-    ("states", "scaling", "log_bulk"),
+    ("states", "scaling", "log_bulk", "sink_logits"),
     ("local", "pending", "bulk_tokens", "bulk_lengths", "decided"),
 )  # of a scene
 AXES = {"states": 2, "log_bulk": 3, "local": 2, "pending": 2, "bulk_tokens": 2, "decided": 2}  # of queries, in a scene
@@ -38,6 +38,7 @@ def find_decode_fault(
     layout: Layout | None,  # of the sketch that tokens are selected by, None if all are read
     records: RecordLayout | None,  # of what a bulk lies in, None if it lies in none
     pinned: bool,  # whether the bulk lies in pinned host memory
+    sinks: bool = False,  # whether query heads have learned sinks
     queries: int = 1,  # of a row, all alike: several for a `fused_turn`
 ) -> str | None:
     """The fault of a `fused_decode`, or a `fused_turn`, on this device, as of `reference.find_fault`; the answer is
@@ -47,6 +48,8 @@ def find_decode_fault(
     be read are nan.
     """
     scene = _make_scene(device, dtype, group, dim, value_dim, layout, records)
+    # Of a weight that shows beside that of the near buffer, and changes no decision.
+    scene["sink_logits"] = torch.full((KV_HEADS * group,), 5.0, dtype=dtype, device="cpu") if sinks else None
     for group_rule in ("any", "head"):
         scene["group_rule"] = group_rule
         expected = _compute(decode_step, scene, torch.device("cpu"))

@@ -25,7 +25,7 @@ class Query:
     states: Tensor  # `[batch, heads, queries, dim]`
     scaling: float  # of the scores
     softcap: float | None = None  # as for `reference.partial_attention`; no kernel caps scores
-    sink_logits: Tensor | None = None  # learned, `[heads]`: one more score a head, of no token; no kernel takes them
+    sink_logits: Tensor | None = None  # learned, `[heads]`: one more score a head, of a token whose value is zero
     valid: Tensor | None = None  # bool `[batch, queries]` on the host, False for padding; None without padding
     # Which of the call's tokens each of them sees, bool `[batch or 1, queries, queries]` on their device; None: causal.
     visible: Tensor | None = None
@@ -110,7 +110,9 @@ def _describe_query(query: Query) -> tuple[Any, ...]:
     states, mass = query.states, query.log_bulk
     assert mass is not None  # no kernel computes "oracle"
     like = states.shape, states.dtype, states.device, mass.shape, mass.dtype, mass.device, mass.is_contiguous()
-    return *like, query.scaling
+    sinks = query.sink_logits
+    of_sinks = () if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.is_contiguous())
+    return *like, of_sinks, query.scaling
 
 
 @dataclass(eq=False)
@@ -178,8 +180,8 @@ def check(query: Query, rows: Rows, layer: Operands, *, shares: bool = False) ->
 
 
 def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
-    """Raise OperandError unless `log_bulk` and the layer's own tensors are of shapes, dtypes and layout that kernels
-    expect."""
+    """Raise OperandError unless `log_bulk`, learned sinks and the layer's own tensors are of shapes, dtypes and layout
+    that kernels expect."""
     states, mass = query.states, query.log_bulk
     batch, heads, queries, dim = states.shape
     kv_heads, value_dim, device = layer.kv_heads, layer.near_values.shape[3], states.device
@@ -191,6 +193,10 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
     if mass is None or not fits or tuple(mass.shape) not in (shape, (1, *shape[1:])):
         found = None if mass is None else describe(mass)
         raise OperandError("log_bulk", found, f"float32 {list(shape)} or {[1, *shape[1:]]} on {device}, contiguous")
+    if (sinks := query.sink_logits) is not None:
+        fits = sinks.is_floating_point() and sinks.is_contiguous() and sinks.device == device
+        if not fits or tuple(sinks.shape) != (heads,):
+            raise OperandError("sink_logits", describe(sinks), f"floats {[heads]} on {device}, contiguous")
     for near, place in (("near", device), ("bulk", layer.bulk_keys.device)):
         tokens = getattr(layer, f"{near}_keys").shape[2]
         for name, size in ((f"{near}_keys", dim), (f"{near}_values", value_dim)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from reference import decide, log_local_fraction, log_mass, log_masses
+from reference import decide, is_local, log_local_fraction, log_mass, log_masses
 from reference import visible_tokens as visible
 from rounding import deviation, error_budget, naive_attention
 from sketch_reference import estimates, half_variance, is_unreliable, log_shares, sketch_bytes, unread
@@ -24,12 +24,12 @@ SIZES = {"sink_tokens": SINKS, "local_tokens": SINKS + WINDOW}
 RAGGED = [(257, 5), (0, 1), (63, 0), (1, 9), (111, 70)]  # of rows with a bulk (tokens in its buffers, tokens pending)
 
 
-QUERY, ROWS = ("scaling", "log_bulk"), ("local", "pending", "bulk_tokens", "bulk_lengths", "decided")
+QUERY, ROWS = ("scaling", "log_bulk", "sink_logits"), ("local", "pending", "bulk_tokens", "bulk_lengths", "decided")
 
 
 def step_of(**kwargs: Any) -> tuple[Query, Rows, Operands]:
     """What a kernel is told, by the fields of all three; `query` are the queries themselves."""
-    query = Query(kwargs.pop("query"), **{name: kwargs.pop(name) for name in QUERY})
+    query = Query(kwargs.pop("query"), **{name: kwargs.pop(name, None) for name in QUERY})
     return query, Rows(**{name: kwargs.pop(name) for name in ROWS}), Operands(**kwargs)
 
 
@@ -44,7 +44,7 @@ class Scene:
     """Rows of random tokens: of each of `bulk` (stored, pending), then one of each of `short` tokens, without a bulk.
 
     Whatever is not a token in use is nan. Rows in `padding` get a padding query. With `bits` there is a sketch of the
-    stored keys.
+    stored keys. With `learned_sinks` each query head has one more local token, whose value is zero.
     """
 
     bulk: list[tuple[int, int]] = field(default_factory=lambda: list(RAGGED))
@@ -56,6 +56,7 @@ class Scene:
     value_dim: int | None = None
     dtype: torch.dtype = torch.float32
     bits: float = 0
+    learned_sinks: bool = False
     rounding = 0.0  # of scores, beyond that of the dtype
 
     def __post_init__(self) -> None:
@@ -98,6 +99,7 @@ class Scene:
         self.counts = [max(gone - SINKS, 0) for gone in self.flushed]
         if self.bits:
             self._make_sketch(capacity, made)
+        self.sink_logits = (2 + torch.randn(heads, generator=made)).to(self.dtype) if self.learned_sinks else None
 
     def _make_sketch(self, capacity: int, made: torch.Generator) -> None:
         heads, value_dim = (self.batch, self.kv_heads), self.stored[1].shape[3]
@@ -150,9 +152,14 @@ class Scene:
         keys = self.keys[row][head]
         near = torch.cat([keys[:SINKS], keys[SINKS + self.counts[row] :]])
         masses = [log_mass(query=one, keys=near, scaling=self.scaling) for one in self._queries(row, head)]
-        return log_shares(
-            estimates=self.estimates(row, head), log_buffer=torch.tensor(masses), bulk_tokens=sum(self.bulk[row])
-        )
+        buffer = self._with_sinks(torch.tensor(masses, dtype=torch.float64), head)
+        return log_shares(estimates=self.estimates(row, head), log_buffer=buffer, bulk_tokens=sum(self.bulk[row]))
+
+    def _with_sinks(self, masses: Tensor, head: int) -> Tensor:
+        """Logs of masses `[group]` of a KV head's queries, with learned sinks."""
+        if self.sink_logits is None:
+            return masses
+        return torch.logaddexp(masses, self.sink_logits[head * self.group : (head + 1) * self.group].double())
 
     def token_threshold(self, share: float = 0.2) -> float:
         """One by which a query head asks for about this share of the bulk, and no token by rounding."""
@@ -212,7 +219,8 @@ class Scene:
         }
         host = ("bulk_keys", "bulk_values") if pin else ()
         placed = {name: t.pin_memory() if name in host else t.to(device) for name, t in placed.items()}
-        return placed | {"scaling": self.scaling}
+        sinks = {} if self.sink_logits is None else {"sink_logits": self.sink_logits.to(device)}
+        return placed | sinks | {"scaling": self.scaling}
 
     def decision_arguments(
         self, device: str = "cpu", *, threshold: float = 0.5, group_rule: str = "head", criterion: Any = "gaussian"
@@ -241,11 +249,18 @@ class Scene:
         }  # fmt: skip
         return given | {"scaling": self.scaling} | SIZES
 
+    def _masses(self, row: int) -> list[tuple[float, float]]:
+        """What the heads of a row compare, by `log_masses` and learned sinks."""
+        masses = log_masses(criterion="gaussian", **self._decision(row))
+        local = torch.tensor([log_local for log_local, _ in masses], dtype=torch.float64).split(self.group)
+        local = torch.cat([self._with_sinks(part, head) for head, part in enumerate(local)])
+        return [(mass, log_bulk) for mass, (_, log_bulk) in zip(local.tolist(), masses, strict=True)]
+
     def threshold(self, group_rule: str = "head") -> float:
         """One that calls about half of the heads local, and none by rounding."""
         shares = []
         for row in self.decided_rows():
-            masses = log_masses(criterion="gaussian", **self._decision(row))
+            masses = self._masses(row)
             share = torch.tensor([log_local_fraction(log_local=a, log_bulk=b) for a, b in masses], dtype=torch.float64)
             grouped = share.exp().unflatten(0, (self.kv_heads, self.group))
             shares += {"head": grouped, "any": grouped.amin(1)}[group_rule].flatten().tolist()
@@ -255,7 +270,11 @@ class Scene:
         """Bool `[batch, kv_heads, group, 1]`, what the reference decides; `decision` as for `reference.decide`."""
         flags = torch.zeros(self.batch, self.kv_heads * self.group, dtype=torch.bool)
         for row in self.decided_rows():
-            flags[row] = ~decide(**self._decision(row), **decision)
+            if self.sink_logits is None:
+                flags[row] = ~decide(**self._decision(row), **decision)
+                continue
+            local = [is_local(log_local=a, log_bulk=b, threshold=decision["threshold"]) for a, b in self._masses(row)]
+            flags[row] = ~decide(**self._decision(row), **decision | {"criterion": ~torch.tensor(local)})
         return flags.view(self.batch, self.kv_heads, self.group, 1)
 
     def forget_unneeded(self, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> int:
@@ -295,12 +314,17 @@ class Scene:
             given = {"query": self.query[row][None], "keys": keys[None], "values": values[None]}
             given |= {"scaling": self.scaling, "mask": mask[None, :, None]}
             expected, lowp = (naive_attention(**given, dtype=dtype)[0, :, 0] for dtype in (torch.float64, self.dtype))
+            near = [
+                log_mass(query=query, keys=keys[head // self.group, seen], scaling=self.scaling)
+                for head, (query, seen) in enumerate(zip(self.query[row, :, 0], mask, strict=True))
+            ]
+            read = torch.tensor(near, dtype=torch.float64)[:, None]
+            if self.sink_logits is not None:
+                share = torch.sigmoid(read - self.sink_logits.double()[:, None])
+                expected, lowp = expected * share, (lowp.double() * share).to(self.dtype)
+                read = torch.logaddexp(read, self.sink_logits.double()[:, None])
             if selected:
-                near = [
-                    log_mass(query=query, keys=keys[head // self.group, seen], scaling=self.scaling)
-                    for head, (query, seen) in enumerate(zip(self.query[row, :, 0], mask, strict=True))
-                ]
-                share = torch.sigmoid(rest - torch.tensor(near, dtype=torch.float64)[:, None])
+                share = torch.sigmoid(rest - read)
                 expected = expected + share * (stead - expected)
                 lowp = (lowp.double() + share * (stead - lowp.double())).to(self.dtype)
             error = (out[row, :, 0].double() - expected).abs().max()

@@ -77,6 +77,10 @@ def test_decode_step() -> None:
     scene = Scene(padding=(0,))
     given = scene.arguments("cpu") | scene.decision_arguments()
     compiled_decode.fused_decode(*step_of(**given))
+    sinks = torch.zeros(scene.kv_heads * scene.group)
+    for change in (on_meta, Tensor.int, lambda t: t[:-1], lambda t: t.repeat(2)[::2]):
+        with pytest.raises(OperandError, match="sink_logits"):
+            compiled_decode.fused_decode(*step_of(**given | {"sink_logits": change(sinks)}))
     for change in (on_meta, Tensor.double):
         all_of_them = {n: change(t) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in given.items()}
         with pytest.raises(OperandError):

@@ -82,11 +82,11 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     [
-        (torch.float16, {"group": 7, "value_dim": 24}),
+        (torch.float16, {"group": 7, "value_dim": 24, "sinks": True}),
         (torch.float32, {"group": 8, "layout": Layout.from_bits(32, 1)}),
         (torch.bfloat16, {"group": 3, "layout": Layout.from_bits(64, 1.5), "dim": 64}),
         (torch.float16, {"group": 4, "layout": Layout.from_bits(32, 4)}),
-        (torch.float32, {"group": 8} | CODED),
+        (torch.float32, {"group": 8, "sinks": True} | CODED),
         (torch.bfloat16, {"group": 3, "records": RecordLayout.from_bits(32, 32, 4), "layout": LAYOUT}),
     ],
 )

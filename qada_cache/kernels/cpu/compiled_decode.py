@@ -38,7 +38,7 @@ class Decode(ctypes.Structure):
         *((name, View) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values", "log_bulk")),
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
-        ("errors", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("errors", "sink_logits")),
         *((name, View) for name in ("records", "open_records", "record_weights")),
         *((name, ctypes.c_void_p) for name in ("bulk_read_bytes", "sketch_read_bytes")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched")),
@@ -138,6 +138,9 @@ class BoundStep:
         if not self._unused:
             self._unused += mass.new_empty(*self._flags, dtype=torch.bool).unbind()
         flags = self._unused.pop()
+        if (sinks := query.sink_logits) is not None:
+            sinks = sinks.float()  # kept until the call has ended
+            decode.sink_logits = sinks.data_ptr()
         decode.query, decode.out, decode.flags = states.data_ptr(), out.data_ptr(), flags.data_ptr()
         decode.rows, decode.threads, self._log_bulk.data = rows.derived, torch.get_num_threads(), mass.data_ptr()
         self._run()

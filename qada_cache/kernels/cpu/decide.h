@@ -42,7 +42,8 @@ struct Decode {
     View<const float> units, noise, variances, mean_value, slope_units;
     View<const uint16_t> centres, weights;
     View<const Channel> order;
-    const float* errors;         // [DIM] of `Layout`, times half the squared scaling
+    const float* errors;       // [DIM] of `Layout`, times half the squared scaling
+    const float* sink_logits;  // of each query head: one more score, of a token whose value is zero; may be null
     // Of closed segments, and of the tokens that follow: bulk keys and values are then of rows without a sketch.
     View<const uint8_t> records, open_records;
     View<const float> record_weights;  // [DIM], `m` of sketch/coded.py
@@ -87,6 +88,17 @@ struct Decode {
         const int64_t index = row * kv_heads + head, column = rows.columns - 1;
         std::copy_n(new_keys + index * DIM, DIM, near_keys.at(row, head) + column * DIM);
         std::copy_n(new_values + index * VALUE_DIM, VALUE_DIM, near_values.at(row, head) + column * VALUE_DIM);
+    }
+
+    // Adds a head's learned sinks to its local attention.
+    void add_sinks(int64_t head, float* out, float* lse) const {
+        if (!sink_logits) return;
+        for (int q = 0; q < QUERIES; q++) {
+            const float sink = sink_logits[head * QUERIES + q], total = log_sum(lse[q], sink);
+            const float share = sink == -INFINITY ? 1.0f : expf(lse[q] - total);
+            for (int d = 0; d < VALUE_DIM; d++) out[q * VALUE_DIM + d] *= share;
+            lse[q] = total;
+        }
     }
 
     // Adds the local columns where `mask` is set, run by run.
@@ -141,6 +153,7 @@ inline bool decide(const Decode& call, int64_t row, int64_t head, float* out, fl
     Attention local(call.query + index * QUERIES * DIM, call.scaling);
     call.add_columns(local, call.rows.local.at(row), row, head);
     local.finish(out, lse);
+    call.add_sinks(head, out, lse);
 
     const float* log_bulk = call.log_bulk.at(row, head);
     bool decided = *call.rows.decided.at(row) && call.count_bulk_tokens(row) > 0, any = false;

@@ -162,14 +162,15 @@ class BoundLaunches:
         of_rows: RowStrides = rows.derived
         lengths, s_length, s_mass = rows.bulk_lengths, of_rows.strides[2], find_stride(log_bulk, states.shape[0])
         marks, s_marks = layer.marks, None if layer.marks is None else layer.marks.stride(1)
+        sinks = query.sink_logits
         # What may differ between steps of what Triton compiles for: strides of 1, marks, multiples of 16.
         aligned = states.data_ptr() % 16 == 0, log_bulk.data_ptr() % 16 == 0
-        variant = of_rows.variant, marks is None, aligned
+        variant = of_rows.variant, marks is None, aligned, sinks is None or sinks.data_ptr() % 16 == 0
         with torch.cuda.device_of(states):  # Triton launches on the current device
             self._local.launch(
                 local_kernel, (*self._grid, self._near_programs), variant,
-                states, *given.near, *of_rows.tensors, log_bulk, *given.near_parts, flags, out, *given.queries, marks,
-                *self._near_strides, *of_rows.strides, s_mass, s_marks, rows.columns, self._blocks, self._turn,
+                states, *given.near, *of_rows.tensors, log_bulk, *given.near_parts, flags, out, *given.queries, sinks,
+                marks, *self._near_strides, *of_rows.strides, s_mass, s_marks, rows.columns, self._blocks, self._turn,
                 *self._numbers,
             )  # fmt: skip
             if self._sketched:

@@ -38,7 +38,7 @@ def local_kernel(
     p_parts, p_lse, p_flags, p_out,
     p_done, p_bulk_read_bytes, p_sketch_read_bytes, p_tokens, p_prepared, p_along, p_turned,
     p_errors, p_noise, p_variances, p_centres, p_order, p_weights, p_slopes, p_slope_units,
-    p_record_weights, p_marks,
+    p_record_weights, p_sinks, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_local, s_pending, s_length, s_decided, s_log_bulk, s_marks, columns, blocks, turn, parts, scaling,
     logit_threshold, noise_limit, noise_share, min_tokens, s_segment,
@@ -62,6 +62,8 @@ def local_kernel(
     of the sketch are counted where estimates are asked for. Meanwhile more programs, one for `PREPARED` segments of
     a (KV head, row), prepare its queries, whether or not anybody will ask: `p_prepared`. Behind them, one for each
     query head of a group writes `p_along`, and the first of these `p_turned` for records.
+
+    `p_sinks` are learned sinks [query heads]: each is one more local token, whose value is zero.
 
     With `p_marks`, bytes of a KV head are written there instead of counted, as several rows may read the same:
     `Operands.marks`.
@@ -118,7 +120,10 @@ def local_kernel(
     m_near = m_head[:, None] & (tl.arange(0, BLOCK_B) < blocks)[None, :]
     b_local = tl.load(p_near_lse + o_near, mask=m_near, other=float("-inf"))  # [BLOCK_Q, blocks]
     b_late = tl.load(p_near_lse + o_near + blocks, mask=m_near, other=float("-inf"))
-    b_log_local = log_sum(b_local)
+    b_log_local, b_sinks = log_sum(b_local), None
+    if p_sinks is not None:
+        b_sinks = tl.load(p_sinks + i_head * G + o_head, mask=m_head, other=float("-inf")).to(tl.float32)
+        b_log_local = log_sum(tl.join(b_log_local, b_sinks))
     bulk_tokens = length + pending
     b_bulk = tl.where(b_bulk == b_bulk, b_bulk, float("inf"))  # of nan nothing can be said: read it
     b_flags = b_log_local - b_bulk < logit_threshold  # as `criterion.find_long_context`
@@ -154,8 +159,8 @@ def local_kernel(
     elif p_tokens is not None:
         tl.store(p_tokens + i_group, -1)
     merge_near(
-        p_near, p_near_lse, p_parts, p_lse, p_out, i_group, blocks, parts, b_flags, b_local, b_late, G, BLOCK_Q, V,
-        BLOCK_V, PARTS, MERGE_STAGES,
+        p_near, p_near_lse, p_parts, p_lse, p_out, i_group, blocks, parts, b_flags, b_local, b_late, b_sinks, G,
+        BLOCK_Q, V, BLOCK_V, PARTS, MERGE_STAGES,
     )  # fmt: skip
     tl.store(p_done + i_group, 0)
 

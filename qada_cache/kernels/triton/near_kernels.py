@@ -49,19 +49,24 @@ def count_pending(p_pending, columns, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def merge_near(
-    p_near, p_near_lse, p_parts, p_lse, p_out, i_group, blocks, parts, b_flags, b_local, b_late,
+    p_near, p_near_lse, p_parts, p_lse, p_out, i_group, blocks, parts, b_flags, b_local, b_late, b_sinks,
     G: tl.constexpr, BLOCK_Q: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write a group's part 0, and its output if there is no other: local tokens, and pending ones of heads with
-    `b_flags`. `b_local` and `b_late` [BLOCK_Q, blocks] are what `p_near_lse` says."""
+    `b_flags`. `b_local` and `b_late` [BLOCK_Q, blocks] are what `p_near_lse` says; `b_sinks` [BLOCK_Q] are scores of
+    one more token, whose value is zero, or None."""
     AT_ONCE: tl.constexpr = max(1, PARTS // (BLOCK_Q * BLOCK_V))  # noqa: N806 - a compile-time constant
     o_head, o_value = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_V)
     m_head, m_value = o_head < G, o_value < V
     b_late = tl.where(b_flags[:, None], b_late, float("-inf"))
     b_highest = tl.maximum(tl.max(b_local, axis=1), tl.max(b_late, axis=1))
+    if b_sinks is not None:
+        b_highest = tl.maximum(b_highest, b_sinks)
     b_shift = tl.where(b_highest == float("-inf"), 0.0, b_highest)
     b_sum = tl.sum(tl.exp(b_local - b_shift[:, None]) + tl.exp(b_late - b_shift[:, None]), axis=1)
+    if b_sinks is not None:
+        b_sum += tl.exp(b_sinks - b_shift)
     o_group = i_group * G + o_head
     b_out = tl.zeros([BLOCK_Q, AT_ONCE, BLOCK_V], tl.float32)
     for start in tl.range(0, 2 * blocks, AT_ONCE, num_stages=MERGE_STAGES):
