@@ -1,11 +1,14 @@
 """Settings every test runs under."""
 
+import functools
 import gc
+import importlib.util
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,34 @@ def earlier_kernels(request: pytest.FixtureRequest, cache_folder: Path) -> Itera
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(building, "_load", load_any)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter computes all sums of integers again, to look for an overflow that it then says nothing of;
+    and it looks for what is left to replace in `triton.language` in every call of a function. The one is left out, the
+    other done where something is left."""
+    if not importlib.util.find_spec("triton") or os.environ["TRITON_INTERPRET"] != "1":
+        yield
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    builder, language_of = interpreter.interpreter_builder, (language, language.core)
+
+    @functools.cache
+    def list_seen(function: Any) -> list[Any]:
+        return [module for module in language_of if any(value is module for value in function.__globals__.values())]
+
+    def call(own: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(language.core.is_builtin(module.load) for module in list_seen(own.fn)):
+            interpreter._patch_lang(own.fn)
+        return own.rewrite()(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         yield
 
 
