@@ -53,12 +53,12 @@ def refuse(call: Callable[..., Any], given: dict[str, Any], wrong: dict[str, lis
 
 def test_partial_attention() -> None:
     given = {
-        "query": torch.randn(1, 2, 3, 32),
-        "key": torch.randn(1, 2, TOKENS, 32),
-        "value": torch.randn(1, 2, TOKENS, 16),
+        "query": torch.randn(1, 2, 2, 64),
+        "key": torch.randn(1, 2, TOKENS, 64),
+        "value": torch.randn(1, 2, TOKENS, 24),
     }
     wrong: dict[str, list[Change]] = {
-        "query": [Tensor.half, Tensor.double, on_meta, lambda t: t[:, :1], lambda t: t[..., :24]],
+        "query": [Tensor.half, Tensor.double, on_meta, lambda t: t[:, :1], lambda t: t[..., :32]],
         "key": [
             Tensor.half,
             on_meta,

@@ -43,7 +43,9 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @needs_compiler
 @pytest.mark.usefixtures("built_for")
-@pytest.mark.parametrize(("dim", "bits", "dtype"), [(64, 1.5, torch.float32), (96, 4, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "bits", "dtype"), mark_rest_slow([(64, 1.5, torch.float32), (96, 4, torch.bfloat16)], 1), ids=str
+)
 def test_selected_tokens(dim: int, bits: float, dtype: torch.dtype) -> None:
     scene = Scene(bulk=[(257, 5), (63, 0), (39, 9)], short=(), dim=dim, value_dim=64, group=3, dtype=dtype, bits=bits)
     assert 0.05 < share(run(COMPILED.values[0], scene, token_threshold=scene.token_threshold())) < 0.7
@@ -52,7 +54,9 @@ def test_selected_tokens(dim: int, bits: float, dtype: torch.dtype) -> None:
 @needs_compiler
 @pytest.mark.usefixtures("built_for")
 @pytest.mark.parametrize("token_threshold", [0.0, 1.0])
-@pytest.mark.parametrize(("dim", "bits", "dtype", "rung"), [(64, 1.5, torch.float32, 8), (80, 4, torch.bfloat16, 4)])
+@pytest.mark.parametrize(
+    ("dim", "bits", "dtype", "rung"), mark_rest_slow([(80, 4, torch.bfloat16, 4), (64, 1.5, torch.float32, 8)], 1)
+)
 def test_records(dim: int, bits: float, dtype: torch.dtype, rung: int, token_threshold: float) -> None:
     scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dim=dim, group=3, dtype=dtype, bits=bits, rung=rung)
     run_records(COMPILED.values[0], scene, token_threshold=token_threshold)

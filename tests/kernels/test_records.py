@@ -102,7 +102,7 @@ def test_decided_heads(path: Path, group: int, group_rule: str, selects: bool) -
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_sketch_that_is_too_rough(path: Path, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some heads, which read their records whole."""
-    scene = RecordScene(bulk=BULK, group=group, bits=2)
+    scene = RecordScene(bulk=BULK, group=group, dtype=torch.bfloat16, bits=2)
     decision = {"criterion": "gaussian", "threshold": scene.threshold()}
     flags = scene.flags(**decision)
     cut, reliable = scene.rough_for_some(flags)

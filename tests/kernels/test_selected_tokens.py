@@ -212,7 +212,7 @@ def test_long_rows(path: Path, heavy: str) -> None:
 @pytest.mark.parametrize(("group", "group_rule"), [(1, "head"), (4, "head"), (3, "any")])
 def test_a_sketch_that_is_too_rough(path: Path, group: int, group_rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is read by the groups of which a long-context head has a query that is too long for it, and by no other."""
-    scene = Scene(bulk=BULK, group=group, bits=2)
+    scene = Scene(bulk=BULK, group=group, dtype=torch.bfloat16, bits=2)
     decision = {"criterion": "gaussian", "threshold": scene.threshold(group_rule), "group_rule": group_rule}
     flags = scene.flags(**decision)
     cut, reliable = scene.rough_for_some(flags)

@@ -114,7 +114,7 @@ def test_groups(path: Path, group: int, group_rule: str) -> None:
 @pytest.mark.parametrize(("bits", "group_rule"), [(0, "head"), (1.5, "any")])
 def test_learned_sinks(path: Path, bits: float, group_rule: str) -> None:
     """They count for local heads, for whole bulks, and for what is selected and unread; padding sees nothing else."""
-    told: dict[str, Any] = {"bits": bits, "group": 3, "dim": 64, "dtype": torch.bfloat16, "learned_sinks": True}
+    told: dict[str, Any] = {"bits": bits, "group": 3, "dtype": torch.bfloat16, "learned_sinks": True}
     scene = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(2,), padding=(3,), **told)
     assert mixed(run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule)[1])
     without = Scene(bulk=scene.bulk, short=(2,), padding=(3,), **told | {"learned_sinks": False})
