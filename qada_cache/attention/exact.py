@@ -33,7 +33,9 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
     if options.prefill_threshold > 0 and query.valid is None:
         select = find_selected_attention(states, key, value, options.kernels)
         if select is not None:
-            return _select(select, layer, query, key, value)
+            found = states.new_empty(batch, tokens, heads, value.shape[3])
+            _select(select, layer, query.scaling, (states, key, value), found.transpose(1, 2))
+            return found
     if not prompt.serves(states, key, value, causal=True):
         return None
     out = states.new_zeros(batch, tokens, heads, value.shape[3])
@@ -59,23 +61,27 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
     our kernel serves; else None. Keys and values of a row are joined for it."""
     states = query.states
     plain = query.softcap is None and query.sink_logits is None and query.visible is None and query.valid is None
-    asked = layer.options.prefill_threshold > 0 and layer.options.kernels != "torch"
-    if not plain or not asked or not layer.shared.forward_pass.prompt_tokens:
+    kernels, end = layer.options.kernels, layer.shared.forward_pass.prompt_tokens
+    if not plain or layer.options.prefill_threshold <= 0 or kernels == "torch" or not end:
         return None
     if not isinstance(layer, QAdALayer) or isinstance(layer, LatentLayer) or layer.padding.known.numel():
         return None
-    known = states.is_cpu and prompt.serves_sizes(states.shape[3], value.shape[3], states.dtype)
-    if not known or {*store.dtypes} != {states.dtype} or not selected_prompt.serves(states, value):
+    by_cpu = kernels == "auto" and states.is_cpu
+    known = not by_cpu or prompt.serves_sizes(states.shape[3], value.shape[3], states.dtype)
+    if not known or {*store.dtypes} != {states.dtype} or (by_cpu and not selected_prompt.serves(states, value)):
         return None
     out = states.new_empty(*states.shape[:3], value.shape[3])
     for row in range(len(states)):
         rows = slice(row, row + 1)
         held = store.copy_tokens(rows, 0, store.lengths[row])
         keys, values = (torch.cat([past, new[rows]], dim=2) for past, new in zip(held, (key, value), strict=True))
-        own = states[rows], keys, values
-        if not prompt.serves(*own, causal=True):
+        own, to = (states[rows], keys, values), out[rows]
+        if by_cpu and prompt.serves(*own, causal=True):
+            _select_by_cpu(layer, query.scaling, own, to, padding=0)
+        elif not by_cpu and (select := find_selected_attention(*own, kernels)) is not None:
+            _select(select, layer, query.scaling, own, to, end=end)
+        else:
             return None
-        _select_by_cpu(layer, query.scaling, own, out[rows], padding=0)
     return out
 
 
@@ -90,16 +96,17 @@ def _select_by_cpu(layer: Asker, scaling: float, call: Sequence[Tensor], out: Te
     layer.counters.prompt_pairs += prompt.count_pairs(query, key)
 
 
-def _select(select: Callable[..., Tensor], layer: Asker, query: Query, key: Tensor, value: Tensor) -> Tensor:
-    """What `attend_to_prompt` returns, by a kernel that `find_selected_attention` found."""
-    batch, heads, tokens = query.states.shape[:3]
-    out, options = query.states.new_empty(batch, tokens, heads, value.shape[3]), layer.options
-    told: dict[str, Any] = {"scaling": query.scaling, "threshold": options.prefill_threshold}
+def _select(
+    select: Callable[..., Tensor], layer: Asker, scaling: float, call: Sequence[Tensor], out: Tensor, *, end: int = 0
+) -> None:
+    """As `_select_by_cpu`, by a kernel that `find_selected_attention` found; of a prompt of `end` tokens, if these are
+    not all."""
+    options, (query, key, value) = layer.options, call
+    told: dict[str, Any] = {"scaling": scaling, "threshold": options.prefill_threshold, "end": end}
     told |= {"sinks": options.sink_tokens, "window": options.window}
-    pairs = select(query.states, key, value, out=out.transpose(1, 2), **told)
+    pairs = select(query, key, value, out=out, **told)
     layer.counters.find_on(pairs.device, "prompt_read_pairs").add_(pairs)
-    layer.counters.prompt_pairs += batch * heads * tokens * (tokens + 1) // 2
-    return out
+    layer.counters.prompt_pairs += prompt.count_pairs(query, key)
 
 
 def attend_exactly(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:

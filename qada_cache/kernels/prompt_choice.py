@@ -18,13 +18,14 @@ TRIED_TOKENS, LOW = 300, 1e-9  # at such a threshold every token is read
 
 
 def find_selected_attention(query: Tensor, key: Tensor, value: Tensor, kernels: str) -> Callable[..., Tensor] | None:
-    """`triton.selected_prompt.selected_attention` where it computes such a prompt, of shapes as there; else None, and
-    the prompt is read exactly. `kernels` is one of `choice.KINDS`."""
+    """`triton.selected_prompt.selected_attention` where it computes such a prompt, or such a chunk of one, of shapes as
+    there; else None, and it is read exactly. `kernels` is one of `choice.KINDS`."""
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
-    heads, tokens, dim = query.shape[1:]
+    heads, queries, dim = query.shape[1:]
+    tokens = key.shape[2]
     packed = all(tensor.stride(3) == 1 for tensor in (query, key, value))
-    if not packed or key.shape[2] != tokens or tokens < MIN_TOKENS or (torch.is_grad_enabled() and query.requires_grad):
+    if not packed or tokens < max(MIN_TOKENS, queries) or (torch.is_grad_enabled() and query.requires_grad):
         return None
     if (reason := explain_unsupported(query, key, value, None)) is None:
         if (query.dtype.itemsize > 2 and query.device.type == "cuda") or max(dim, value.shape[3]) > MAX_DIM:

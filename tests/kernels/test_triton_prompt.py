@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import sampled_prompt_reference as reference
 import torch
 from harness import new_layer
+from models import exact, prompt, tiny
 from torch import Tensor
 
 from qada_cache.attention.exact import attend_to_prompt
 from qada_cache.kernels import prompt_choice
 from qada_cache.kernels.operands import Query
 from qada_cache.state.layer import QAdALayer
+from qada_cache.versions import pass_cache
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from test_triton import interpreter
@@ -170,6 +173,57 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selected_prompt, "MAX_CHOSEN", 2**26)
     assert torch.equal(several[0], attend(call, 300.0)[0])
     assert whole[0].shape == several[0].shape
+
+
+def attend_in_chunks(call: list[Tensor], cuts: list[int], threshold: float) -> tuple[Tensor, int]:
+    query, key, value = call
+    outs, pairs = [], 0
+    for start, stop in itertools.pairwise([0, *cuts, query.shape[2]]):
+        own = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
+        out = torch.full((*own[0].shape[:3], value.shape[3]), torch.nan, dtype=query.dtype)
+        told = {"scaling": SCALING, "threshold": threshold, "sinks": SINKS, "window": 9, "end": query.shape[2]}
+        pairs += int(selected_prompt.selected_attention(*own, **told, out=out))
+        outs.append(out)
+    return torch.cat(outs, dim=2), pairs
+
+
+def test_chunks_of_blocks_are_read_as_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same codes: the last chunk alone has the last queries, also where that is less than a block."""
+    monkeypatch.setattr(selected_prompt, "encode", lambda key: (key.contiguous(), torch.ones(*key.shape[:2])))
+    monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
+    call = tensors(517, 4, 2, 64, 48, torch.float32)
+    wanted, pairs = attend(call, 300.0, 9)
+    for cuts in ([128, 384], [384, 512]):
+        found, computed = attend_in_chunks(call, cuts, 300.0)
+        assert computed == pairs < 0.9 * 4 * 517 * 518 // 2
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_chunks_of_any_length() -> None:
+    """Everything is read at a low threshold; at another what stands for the rest is right on the average."""
+    call = tensors(300, 4, 2, 64, 64, torch.float32)
+    out, pairs = attend_in_chunks(call, [7, 150, 299], 1e-9)
+    torch.testing.assert_close(out.double(), in_float64(*call), rtol=0, atol=3e-5)
+    assert pairs == 4 * 300 * 301 // 2
+    out, pairs = attend_in_chunks(call, [131], 300.0)
+    assert pairs < 4 * 300 * 301 // 2
+    assert (out - in_float64(*call)).square().mean() < 0.1 * call[2].square().mean()
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@torch.no_grad()
+def test_chunks_in_a_cache(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_choice, "MIN_TOKENS", 1)
+    model, ids = tiny("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), prompt(600)[0]
+    found = []
+    for theta in (0.0, 1e-9, 300.0):
+        cache = exact(model, prefill_threshold=theta, bulk_bits=bits, kernels="triton")
+        told = {"max_new_tokens": 1, "prefill_chunk_size": 256, "output_logits": True, "return_dict_in_generate": True}
+        found.append(model.generate(ids, **pass_cache(cache), **told, do_sample=False, pad_token_id=0).logits[0])
+        assert cache.stats().prompt_pairs == (theta > 0) * 2 * 600 * 601 // 2
+    assert cache.stats().prompt_read_share < 0.95
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
+    assert (found[2] - found[0]).abs().mean() < 0.3 * float(found[0].std())
 
 
 def select(kernels: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Tensor | None, QAdALayer, list[Tensor]]:

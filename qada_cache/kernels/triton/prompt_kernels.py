@@ -1,7 +1,7 @@
 """The Triton kernels of a prompt that is read by selection; `selected_prompt.py` launches them and says what they do.
 
 Names as in `kernels.py`. A program is one block of queries of one head; blocks are counted from the `first` of a
-launch, heads of all rows.
+launch, and from the first query, which has `past` tokens before it; heads of all rows.
 """
 
 import math
@@ -40,18 +40,18 @@ def add_scores(b_scores, b_max, b_sum):
     return b_new, b_sum * tl.exp2(b_max - b_new) + tl.sum(tl.exp2(b_scores - b_new[:, None]), axis=1)
 
 
-@triton.jit(do_not_specialize=["first", "tokens", "columns", "sinks"])
+@triton.jit(do_not_specialize=["first", "past", "tokens", "columns", "sinks"])
 def share_kernel(
     p_query, p_codes, p_steps, p_shares,
-    s_query_row, s_query_head, s_query_token, heads, first, tokens, columns, sinks, scaling, threshold, floor,
+    s_query_row, s_query_head, s_query_token, heads, first, past, tokens, columns, sinks, scaling, threshold, floor,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The probabilities, in `SHARES`, less one, by which a block of queries is to read each token before it: uint8
     `[heads, blocks, columns]`."""
     i_block, i_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
-    begin = (first + i_block) * BLOCK_M  # of the block, and the end of the tokens to choose from
+    begin = past + (first + i_block) * BLOCK_M  # of the block, and the end of the tokens to choose from
     o_queries, o_keys = begin + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    p_query += i_head // heads * s_query_row + i_head % heads * s_query_head
+    p_query += i_head // heads * s_query_row + i_head % heads * s_query_head - past.to(tl.int64) * s_query_token
     p_codes += i_head // G * tokens * D
     p_shares += (i_head * tl.num_programs(0) + i_block) * columns
     b_query = load_rows(p_query, o_queries, o_queries < tokens, s_query_token, D, BLOCK_D).to(tl.float32)
@@ -89,17 +89,17 @@ def share_kernel(
         tl.store(p_shares + o_tokens, (tl.ceil(b_share) - 1.0).to(tl.uint8), mask=m_keys)
 
 
-@triton.jit(do_not_specialize=["first", "columns", "capacity"])
+@triton.jit(do_not_specialize=["first", "past", "columns", "capacity"])
 def sample_kernel(
-    p_shares, p_chosen, p_counts, first, columns, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    p_shares, p_chosen, p_counts, first, past, columns, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Takes tokens where the sum of their probabilities passes a whole number, so that it says where they are written:
     to `p_chosen` int32 `[heads, blocks, capacity]`, each with its probability. `p_counts` `[heads, blocks]` may be
     above `capacity`: then not all were written."""
     i_block, i_head = tl.program_id(0), tl.program_id(1)
     i_list = i_head.to(tl.int64) * tl.num_programs(0) + i_block
-    begin = (first + i_block) * BLOCK_M
-    passed = ((first + i_block) * _NEXT_BLOCK + i_head * _NEXT_HEAD) % _SHARES
+    begin = past + (first + i_block) * BLOCK_M
+    passed = (begin // BLOCK_M * _NEXT_BLOCK + i_head * _NEXT_HEAD) % _SHARES
     p_shares += i_list * columns
     p_chosen += i_list * capacity
     for start in range(0, begin, BLOCK_N):
@@ -114,12 +114,12 @@ def sample_kernel(
     tl.store(p_counts + i_list, passed // _SHARES)
 
 
-@triton.jit(do_not_specialize=["first", "tokens", "capacity"])
+@triton.jit(do_not_specialize=["first", "past", "tokens", "capacity"])
 def read_kernel(
     p_query, p_keys, p_values, p_chosen, p_counts, p_out,
     s_query_row, s_query_head, s_query_token, s_key_row, s_key_head, s_key_token,
     s_value_row, s_value_head, s_value_token, s_out_row, s_out_head, s_out_token,
-    heads, first, tokens, capacity, scaling,
+    heads, first, past, tokens, capacity, scaling,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -128,11 +128,11 @@ def read_kernel(
     i_block, i_all = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_list = i_all * tl.num_programs(0) + i_block
     i_row, i_head = i_all // heads, i_all % heads
-    begin = (first + i_block) * BLOCK_M
+    begin = past + (first + i_block) * BLOCK_M
     o_queries, o_keys = begin + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     p_keys += i_row * s_key_row + i_head // G * s_key_head
     p_values += i_row * s_value_row + i_head // G * s_value_head
-    p_query += i_row * s_query_row + i_head * s_query_head
+    p_query += i_row * s_query_row + i_head * s_query_head - past.to(tl.int64) * s_query_token
     b_query = load_rows(p_query, o_queries, o_queries < tokens, s_query_token, D, BLOCK_D)
     b_max, b_sum = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -161,7 +161,8 @@ def read_kernel(
         b_scores = dot(b_query, tl.trans(b_keys)) * scaling + b_lift[None, :]
         b_max, b_sum, b_out = attend_finite(b_scores, b_values, b_max, b_sum, b_out)
     o_dim = tl.arange(0, BLOCK_V)
-    p_block = p_out + i_row * s_out_row + i_head * s_out_head + o_queries.to(tl.int64)[:, None] * s_out_token + o_dim
+    p_out += i_row * s_out_row + i_head * s_out_head - past.to(tl.int64) * s_out_token
+    p_block = p_out + o_queries.to(tl.int64)[:, None] * s_out_token + o_dim
     m_out = (o_queries < tokens)[:, None] & (o_dim < V)[None, :]
     tl.store(p_block, (b_out / b_sum[:, None]).to(p_out.dtype.element_ty), mask=m_out)
 

@@ -31,35 +31,38 @@ CODE_PEAK = 240.0
 
 def selected_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, window: int,
-    out: Tensor,
+    out: Tensor, end: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of a prompt, by selection.
+    """Causal attention of a prompt, or of a chunk of one, by selection. Of chunks that are whole blocks the same is
+    read as of the whole prompt, but for the rounding of codes: keys are coded less their mean so far.
 
     Args:
-        query: `[batch, heads, tokens, dim]`.
+        query: `[batch, heads, queries, dim]`, of the last tokens.
         key, value: `[batch, kv_heads, tokens, dim or value_dim]`.
         scaling: of scores.
         threshold: times an even share, above 0.
         sinks: first tokens, which all read.
-        window: last queries, whose blocks read everything: the first new token comes of them.
-        out: `[batch, heads, tokens, value_dim]` in the query's dtype, written.
+        window: last queries of the prompt, whose blocks read everything: the first new token comes of them.
+        out: `[batch, heads, queries, value_dim]` in the query's dtype, written.
+        end: tokens of the whole prompt, if these are not all.
 
-    Returns the pairs of a query and a token up to its own that were computed, of `batch * heads * tokens * (tokens + 1)
-    / 2`: int64 `[]` on the device, which is not waited for.
+    Returns the pairs of a query and a token up to its own that were computed, of `batch * heads * (queries * past +
+    queries * (queries + 1) / 2)`: int64 `[]` on the device, which is not waited for.
     """
-    batch, heads, tokens = query.shape[:3]
+    batch, heads, queries = query.shape[:3]
+    tokens, past = key.shape[2], key.shape[2] - queries
     codes, steps = encode(key)
-    blocks = -(-tokens // BLOCK)
-    begins = torch.arange(blocks, dtype=torch.int64, device=query.device) * BLOCK
+    blocks = -(-queries // BLOCK)
+    begins = past + torch.arange(blocks, dtype=torch.int64, device=query.device) * BLOCK
     sizes = (tokens - begins).clamp_max(BLOCK)
     pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
-    whole = max(0, tokens - window) // BLOCK  # the first block of the last queries
+    whole = max(0, max(end, tokens) - window - past) // BLOCK  # the first block of the last queries
     with torch.cuda.device_of(query):  # Triton launches on the current device
         while first < blocks:
-            some, capacity = _find_slice(first, blocks, batch * heads)
+            some, capacity = _find_slice(first, blocks, batch * heads, past)
             told = query, codes, steps, first, some
             shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks)
-            chosen, counts = draw(shares, first, capacity)
+            chosen, counts = draw(shares, first, capacity, past)
             counts[:, max(0, whole - first) :] = capacity + 1
             read_sample(query, key, value, chosen, counts, out, first, scaling)
             of = slice(first, first + some)
@@ -88,16 +91,16 @@ def find_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def _find_slice(first: int, blocks: int, heads: int) -> tuple[int, int]:
+def _find_slice(first: int, blocks: int, heads: int, past: int) -> tuple[int, int]:
     """How many blocks from `first` on are computed at once, and the tokens that each has room to choose."""
     some = blocks - first
-    while some > 1 and heads * some * _find_capacity(first + some) > MAX_CHOSEN:
+    while some > 1 and heads * some * _find_capacity(past + (first + some) * BLOCK) > MAX_CHOSEN:
         some = -(-some // 2)
-    return some, _find_capacity(first + some)
+    return some, _find_capacity(past + (first + some) * BLOCK)
 
 
-def _find_capacity(blocks: int) -> int:
-    return max(BLOCK, blocks * BLOCK // MAX_SHARE)
+def _find_capacity(tokens: int) -> int:
+    return max(BLOCK, tokens // MAX_SHARE)
 
 
 def find_shares(
@@ -106,24 +109,25 @@ def find_shares(
 ) -> Tensor:  # fmt: skip
     """What `share_kernel` writes of so many blocks from `first` on: uint8 `[batch * heads, blocks, tokens before the
     last block]`."""
-    batch, heads, tokens, dim = query.shape
-    columns = (first + blocks - 1) * BLOCK
+    (batch, heads, queries, dim), tokens = query.shape, codes.shape[2]
+    past = tokens - queries
+    columns = past + (first + blocks - 1) * BLOCK
     shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=query.device)
     share_kernel[blocks, batch * heads](
-        query, codes, steps, shares, *query.stride()[:3], heads, first, tokens, columns, sinks, scaling * LOG2E,
+        query, codes, steps, shares, *query.stride()[:3], heads, first, past, tokens, columns, sinks, scaling * LOG2E,
         threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=BLOCK,
         **(WIDE if find_capability(query.device)[0] == 9 else SHARING),
     )  # fmt: skip
     return shares
 
 
-def draw(shares: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor]:
+def draw(shares: Tensor, first: int, capacity: int, past: int = 0) -> tuple[Tensor, Tensor]:
     """What `sample_kernel` writes: tokens, int32 `[batch * heads, blocks, capacity]`, and their counts, int32 `[batch *
     heads, blocks]`."""
     heads, blocks, columns = shares.shape
     chosen = torch.empty(heads, blocks, capacity, dtype=torch.int32, device=shares.device)
     counts = torch.empty(heads, blocks, dtype=torch.int32, device=shares.device)
-    told = chosen, counts, first, columns, capacity
+    told = chosen, counts, first, past, columns, capacity
     sample_kernel[blocks, heads](shares, *told, BLOCK_M=BLOCK, **SAMPLING)
     return chosen, counts
 
@@ -132,10 +136,11 @@ def read_sample(
     query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, counts: Tensor, out: Tensor, first: int, scaling: float
 ) -> None:
     """Has `read_kernel` write the blocks of `out` from `first` on that `draw` chose for."""
-    (batch, heads, tokens, dim), value_dim = query.shape, value.shape[3]
+    (batch, heads, queries, dim), (tokens, value_dim) = query.shape, value.shape[2:]
     strides = (stride for tensor in (query, key, value, out) for stride in tensor.stride()[:3])
     read_kernel[chosen.shape[1], batch * heads](
-        query, key, value, chosen, counts, out, *strides, heads, first, tokens, chosen.shape[2], scaling * LOG2E,
+        query, key, value, chosen, counts, out, *strides, heads, first, tokens - queries, tokens, chosen.shape[2],
+        scaling * LOG2E,
         G=heads // key.shape[1], D=dim, BLOCK_D=_fill(dim), V=value_dim, BLOCK_V=_fill(value_dim), BLOCK_M=BLOCK,
         **(READING if (dim, value_dim) == (_fill(dim), _fill(value_dim)) else RAGGED),
     )  # fmt: skip
