@@ -60,6 +60,20 @@ def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
 
 
 @torch.no_grad()
+@torch.inference_mode(False)  # as for `fill`
+def flush(cache: QAdACache) -> None:
+    """Have tokens that wait beside the window go to the bulk, as in a cache that is filled: heads decide by the bulk,
+    so both go on alike."""
+
+    def absorb_nothing(layer: QAdALayer) -> None:
+        if (store := layer.store) is not None and store.end > store.window:
+            layer.drop_plans()
+            store.absorb(store.near_keys[:, :, :0], store.near_values[:, :, :0], None)
+
+    cache._change("keep", absorb_nothing, lambda layer, index: None)
+
+
+@torch.no_grad()
 def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
     """A file's tensors of real tokens `start..stop` of one row, on the host."""
     found = []
