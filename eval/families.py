@@ -73,6 +73,10 @@ _SIZES: dict[int, tuple[str, ...]] = {
 _OPTIONAL = ("num_kv_shared_layers", "hidden_size_per_layer_input", "bos_token_id", "eos_token_id")  # 0 stays 0
 _UNSET = ("num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id")  # None in some classes
 
+_LONG_ROPE: dict[str, Any] = {  # frequencies that change where a text passes `LONGEST_SHORT`
+    **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": LONGEST_SHORT},
+    **{"short_factor": [1.0] * (DIM // 2), "long_factor": [4.0] * (DIM // 2)},
+}
 
 # What a type needs beside them, or instead.
 _OWN: dict[str, dict[str, Any]] = {
@@ -94,6 +98,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 2 * DIM},  # of which half the channels turn
+    "phi3": {"rope_parameters": _LONG_ROPE},
+    "phi4_multimodal": {"rope_parameters": _LONG_ROPE},
+    "phimoe": {"rope_parameters": {**_LONG_ROPE, "short_mscale": 1.1, "long_mscale": 1.3}},
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {
