@@ -30,6 +30,11 @@ class Snapshot:
         others = {index: layer for index, layer in enumerate(layers) if not isinstance(layer, QAdALayer)}
         return Snapshot(tokens, {index: _clone(vars(layer)) for index, layer in others.items()})
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(map(_count_bytes, self.layers.values()))
+
     def restore(self, layer: Any, index: int) -> None:
         """Have the layer at `index` hold this state."""
         with torch.inference_mode(False):  # it may be written to in place later
@@ -44,6 +49,11 @@ class Snapshots:
         self.every = every
         self.kept: list[Snapshot] = []  # by their tokens
         self._before = 0  # tokens held when the last pass began
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take, which copies of a cache have in common."""
+        return sum(snapshot.nbytes for snapshot in self.kept)
 
     def begin_pass(self, layers: Sequence[Any], tokens: int) -> None:
         """A pass begins on layers that hold so many tokens, wholly."""
@@ -85,3 +95,9 @@ def _clone(held: Any) -> Any:
     if isinstance(held, dict):
         return {name: _clone(each) for name, each in held.items()}
     return held.clone(memory_format=torch.contiguous_format) if isinstance(held, Tensor) else held
+
+
+def _count_bytes(held: Any) -> int:
+    if isinstance(held, dict):
+        return sum(map(_count_bytes, held.values()))
+    return held.nbytes if isinstance(held, Tensor) else 0
