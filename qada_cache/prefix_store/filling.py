@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..cache import QAdACache
 from ..cache_file import decode_record
-from ..models import list_token_sizes
+from ..models import forgets_states, list_token_sizes
 from ..models.latent import has_indexers
 from ..sketch import Layout
 from ..state import BULK_BITS, Options
@@ -51,6 +51,11 @@ def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
         raise NotImplementedError(
             f"PrefixStore keeps no prompts of {name}, whose indexer has keys of its own: save() and QAdACache.load "
             "keep a whole prompt"
+        )
+    if forgets_states(cache._shared.model.config):
+        raise NotImplementedError(
+            f"PrefixStore keeps no prompts of {name}, whose linear layers forget their states where several tokens "
+            "follow: read whole prompts"
         )
     if rows > 1 and len(ours) < len(cache.layers):
         raise NotImplementedError(

@@ -13,6 +13,7 @@ from models import SMALL, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from eval import families
 from qada_cache import PrefixStore, QAdACache
 
 EXACT: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
@@ -115,6 +116,25 @@ def test_a_cache_of_the_user(store: PrefixStore) -> None:
     store.keep(cache, text)
     assert store.cache(model, asked(text, 5, seed=2), **EXACT).get_seq_length() == 703
     assert store.cache(model, asked(text[:, :500], 5, seed=2), **EXACT).get_seq_length() == 0
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "jamba", "llama4_text"])
+def test_passes_without_generate(store: PrefixStore, model_type: str) -> None:
+    """Bamba begins to count positions anew in each, Jamba forgets its states and is refused, and Llama 4 does not say
+    which of its parts is the decoder."""
+    model, _ = families.build(model_type)
+    text, options = DOCUMENT[:, :400].clamp(5, 90), EXACT
+    wanted = forced(model, text, [400], DynamicCache(config=model.config))
+    if model_type == "jamba":
+        with pytest.raises(NotImplementedError, match="linear layers forget their states"):
+            store.cache(model, text, **options)
+        return
+    cache = store.cache(model, text, **options)
+    got = forced(model, text, [400], cache)
+    assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert len(cache.take_snapshots()) > 2
+    store.keep(cache, text)
+    assert another(store).cache(model, text, **options).get_seq_length() == 400 - 64
 
 
 def test_batches_are_read_whole(store: PrefixStore) -> None:
