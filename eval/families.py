@@ -192,7 +192,7 @@ def judge(model_type: str) -> dict[str, Any]:
         return row | {"verdict": "refused", "words": describe(error)}
     if error > ROUNDING:
         return row | {"verdict": "differs", "words": f"by {error:.1e} of the largest logit"}
-    if ours < len(cache.layers) and (error := measure_stored(model)) > STORED_ROUNDING:
+    if 0 < ours < len(cache.layers) and (error := measure_stored(model)) > STORED_ROUNDING:
         return row | {"verdict": "differs", "words": f"from a store, by {error:.1e} of the largest logit"}
     if not said and (tokens := find_dropped(model)):
         return row | {"verdict": "dropped", "words": f"without a word, by generate of {tokens} tokens"}
