@@ -4,15 +4,18 @@
 
 Every model type is built with few and small layers and random weights, each in a process of its own. At `threshold=1`
 its logits have to be those of `DynamicCache`, over a prompt, a second turn and single tokens. After `generate` the
-cache has to hold the text, or something was said.
+cache has to hold the text, or something was said. Where other layers keep states, a prompt whose beginning comes from a
+`PrefixStore` has to be answered as one that is read whole.
 """
 
 import logging
 import multiprocessing
 import re
 import sys
+import tempfile
 import warnings
 from contextlib import suppress
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from eval.shared.tables import align, make_parser, new_file, write
-from qada_cache import QAdACache
+from qada_cache import PrefixStore, QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
 
@@ -73,6 +76,10 @@ _SIZES: dict[int, tuple[str, ...]] = {
 _OPTIONAL = ("num_kv_shared_layers", "hidden_size_per_layer_input", "bos_token_id", "eos_token_id")  # 0 stays 0
 _UNSET = ("num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id")  # None in some classes
 
+_LONG_ROPE: dict[str, Any] = {  # frequencies that change where a text passes `LONGEST_SHORT`
+    **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": LONGEST_SHORT},
+    **{"short_factor": [1.0] * (DIM // 2), "long_factor": [4.0] * (DIM // 2)},
+}
 
 # What a type needs beside them, or instead.
 _OWN: dict[str, dict[str, Any]] = {
@@ -94,6 +101,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 2 * DIM},  # of which half the channels turn
+    "phi3": {"rope_parameters": _LONG_ROPE},
+    "phi4_multimodal": {"rope_parameters": _LONG_ROPE},
+    "phimoe": {"rope_parameters": {**_LONG_ROPE, "short_mscale": 1.1, "long_mscale": 1.3}},
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {
@@ -105,8 +115,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 CALLS = (150, 9, 40, 1, 1, 1)  # tokens: a prompt, a short and a long second turn, and single ones
+EXACT: dict[str, Any] = {"threshold": 1.0, "sink_tokens": 4, "local_tokens": 20, "moments": "current"}
 ROUNDING = 1e-4  # of the largest logit: float32's, many times over
+STORED_ROUNDING = 1e-3  # likewise, where layers go on from states that they read in another order
 LONGEST = 400  # characters of a message
+STORED = (150, 40)  # tokens that a store has, and more that it does not have
 TEXTS = (LONGEST_SHORT - 2, LONGEST_SHORT + 20)  # prompts of `generate`, in tokens
 VERDICTS = ("served", "nothing to do", "refused", "differs", "dropped", "not run")
 
@@ -171,7 +184,7 @@ def judge(model_type: str) -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a stand-in
     logging.getLogger("qada_cache").addHandler(handler)
     try:
-        cache = QAdACache(model, threshold=1.0, sink_tokens=4, local_tokens=20, moments="current")
+        cache = QAdACache(model, **EXACT)
         ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
         row["layers"] = f"{ours} of {len(cache.layers)}"
         error = float((compute_logits(model, cache) - wanted).abs().max() / wanted.abs().max())
@@ -179,9 +192,30 @@ def judge(model_type: str) -> dict[str, Any]:
         return row | {"verdict": "refused", "words": describe(error)}
     if error > ROUNDING:
         return row | {"verdict": "differs", "words": f"by {error:.1e} of the largest logit"}
+    if 0 < ours < len(cache.layers) and (error := measure_stored(model)) > STORED_ROUNDING:
+        return row | {"verdict": "differs", "words": f"from a store, by {error:.1e} of the largest logit"}
     if not said and (tokens := find_dropped(model)):
         return row | {"verdict": "dropped", "words": f"without a word, by generate of {tokens} tokens"}
     return row | {"verdict": "served" if ours else "nothing to do", "words": "; ".join(said)}
+
+
+def measure_stored(model: PreTrainedModel) -> float:
+    """How far the next token's logits are, as a share of the largest, from those of a prompt that is read whole, if a
+    store has its beginning; 0 if stores refuse the model."""
+    ids = torch.randint(5, 90, (1, sum(STORED)), generator=torch.Generator().manual_seed(2))
+    told: dict[str, Any] = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    with tempfile.TemporaryDirectory() as folder:
+        for tokens in accumulate(STORED):
+            store, text = PrefixStore(folder, snapshot_tokens=64), ids[:, :tokens]
+            try:
+                cache = store.cache(model, text, **EXACT)
+            except NotImplementedError:
+                return 0.0
+            asked = told | {"attention_mask": torch.ones_like(text)}
+            got = model.generate(text, **pass_cache(cache), **asked).logits[0]
+            store.keep(cache, text)
+    wanted = model.generate(text, **pass_cache(DynamicCache(config=model.config)), **asked).logits[0]
+    return float((got - wanted).abs().max() / wanted.abs().max())
 
 
 def find_dropped(model: PreTrainedModel) -> int:
@@ -192,7 +226,7 @@ def find_dropped(model: PreTrainedModel) -> int:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a stand-in
     logging.getLogger("qada_cache").addHandler(handler)
     for tokens in TEXTS:
-        cache = QAdACache(model, threshold=1.0, sink_tokens=4, local_tokens=20, moments="current")
+        cache = QAdACache(model, **EXACT)
         ids = torch.randint(5, 90, (1, tokens), generator=torch.Generator().manual_seed(1))
         asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
         with suppress(Exception):  # of the model, or ours: then it is told

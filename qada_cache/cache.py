@@ -243,7 +243,8 @@ class QAdACache(WatchedCache):
         )
 
     def layer_bytes(self) -> list[tuple[int, int]]:
-        """Bytes of every layer, on the device and on the host. Only `stats` counts key moments of another prompt."""
+        """Bytes of every layer, on the device and on the host. Only `stats` counts snapshots of other layers, and key
+        moments of another prompt."""
         return list(map(count_layer_bytes, self.layers))
 
     def stats(self, *, gather: bool = False) -> CacheStats:

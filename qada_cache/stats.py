@@ -159,9 +159,10 @@ def count_layer_bytes(layer: Any) -> tuple[int, int]:
 
 
 def count_bytes(cache: DynamicCache) -> tuple[int, int]:
-    """Bytes that all layers of a cache hold on their devices, and on the host."""
+    """Bytes that all layers of a cache hold on their devices, and on the host, with snapshots of them."""
     on_device, on_host = zip((0, 0), *map(count_layer_bytes, cache.layers), strict=True)
-    return sum(on_device), sum(on_host)
+    snapshots = cache._shared.snapshots if hasattr(cache, "_shared") else None
+    return sum(on_device), sum(on_host) + (0 if snapshots is None else snapshots.nbytes)
 
 
 def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:

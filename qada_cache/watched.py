@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 
 from .attention import generation
 from .attention.pieces import compute_in_pieces, count_new
-from .models import decoder_forward
+from .models import decoder_forward, forgets_states
 from .no_tensors import NoTensors
 from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, check_crop, find_selected_rows
@@ -84,9 +84,11 @@ class WatchedCache(NoTensors, DynamicCache):
 
     def keep_snapshots(self, every: int = EVERY) -> None:
         """Keep states of sliding and linear layers where long passes end, and about every so many tokens of one, for
-        `crop` to go back there. Nothing is kept if all layers can be cropped, or if none is ours."""
+        `crop` to go back there. Nothing is kept if all layers can be cropped, if none is ours, or if states are
+        forgotten anyway."""
         ours = [layer for layer in self.layers if isinstance(layer, QAdALayer)]
-        if not ours or len(ours) == len(self.layers) or self._shared.snapshots is not None:
+        known = self._shared.snapshots is not None or forgets_states(self._shared.model.config)
+        if not ours or len(ours) == len(self.layers) or known:
             return
         self._shared.snapshots = Snapshots(max(every, self._shared.options.window + 1))
         if (model := self._shared.model.get()) is not None and not decoder_forward.is_taken(model):
@@ -153,7 +155,8 @@ class WatchedCache(NoTensors, DynamicCache):
         sizes = kept.plan(new, options.window + 1)
         if options.codes_tokens:
             sizes = [size for size in (sum(sizes[:-1]), sizes[-1]) if size]
-        return compute_in_pieces(compute, decoder, kwargs, sizes) if len(sizes) > 1 else None
+        held = self._count_tokens()
+        return compute_in_pieces(compute, decoder, kwargs, sizes, held=held) if len(sizes) > 1 else None
 
     def _count_tokens(self) -> int:
         """Logical tokens of our layers, or of the first one."""

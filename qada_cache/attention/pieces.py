@@ -1,5 +1,6 @@
 """A pass over a long text as several, one after the other, between which a cache takes snapshots."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,10 @@ def count_new(kwargs: dict[str, Any]) -> int:
 
 
 def compute_in_pieces(
-    compute: Callable[..., Any], decoder: nn.Module, kwargs: dict[str, Any], sizes: Sequence[int]
+    compute: Callable[..., Any], decoder: nn.Module, kwargs: dict[str, Any], sizes: Sequence[int], *, held: int
 ) -> Any:
-    """What `compute(**kwargs)`, the decoder's forward, returns, by one call for each of `sizes`, in tokens; None, with
-    nothing computed, if it is given or asked for more than can be cut."""
+    """What `compute(**kwargs)`, the decoder's forward on a cache that holds `held` tokens, returns, by one call for
+    each of `sizes`, in tokens; None, with nothing computed, if it is given or asked for more than can be cut."""
     tokens, known = count_new(kwargs), {*_SEQUENCES, *CACHE_NAMES, "attention_mask", "position_ids"}
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     asked = any(kwargs.get(name) or getattr(decoder.config, name, False) for name in _RETURNED)
@@ -29,6 +30,11 @@ def compute_in_pieces(
     fits = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= tokens)
     if asked or others or not fits or (positions is not None and positions.shape[-1] != tokens):
         return None
+    if positions is None and "position_ids" in inspect.signature(decoder.forward).parameters:
+        # Not all models count on from the tokens of a cache (Bamba).
+        given = next(kwargs[name] for name in _SEQUENCES if kwargs.get(name) is not None)
+        positions = held + torch.arange(tokens, dtype=torch.int64, device=given.device)[None]
+        kwargs = kwargs | {"position_ids": positions}
     hidden, result, start = list[Tensor](), None, 0
     for size in sizes:
         part, stop = dict(kwargs), start + size

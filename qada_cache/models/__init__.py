@@ -93,3 +93,9 @@ def find_value_dim(config: PreTrainedConfig, dim: int) -> int:
 def attends_twice(model_type: str) -> bool:
     """Whether a module of this type of decoder attends twice to its keys, with half of the values' heads each time."""
     return model_type == "diffllama"
+
+
+def forgets_states(config: PreTrainedConfig) -> bool:
+    """Whether a decoder has layers of Mamba's first kind (Jamba). In transformers these forget what a cache holds when
+    they are given several tokens."""
+    return getattr(config, "mamba_dt_rank", None) is not None

@@ -16,10 +16,17 @@ from ..versions import CACHE_NAMES, pass_cache
 Find = Callable[[Any, dict[str, Any]], Any]
 
 
+def _find_decoder(model: PreTrainedModel) -> Any:
+    """The decoder, None if there is none. Of some types transformers finds the model with its head (Llama 4)."""
+    decoder = model.get_decoder()
+    inner = getattr(decoder, "model", None)
+    return inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
+
+
 def is_taken(model: PreTrainedModel) -> bool:
     """Whether another library has put a function before the decoder's forward, as accelerate does, or there is no
     decoder."""
-    decoder = model.get_decoder()
+    decoder = _find_decoder(model)
     return decoder is None or "forward" in vars(decoder)
 
 
@@ -27,7 +34,7 @@ def put_before(model: PreTrainedModel, find: Find | None = None) -> None:
     """Have the decoder of `model` ask a QAdACache to `_read_in_pieces`, then its `_decode_graph`, if it has one: `run`
     gets the cache's layers, the decoder, its own forward function and the keywords. Without a cache, `find(decoder,
     keywords)` finds one."""
-    decoder = model.get_decoder()
+    decoder = _find_decoder(model)
     if not hasattr(type(decoder), "_qada_own"):
         decoder.__class__ = _find_class(type(decoder))  # type: ignore[arg-type]  # a class is hashable
     if find is not None:
@@ -36,7 +43,7 @@ def put_before(model: PreTrainedModel, find: Find | None = None) -> None:
 
 def take_away(model: PreTrainedModel) -> None:
     """Undo `put_before`."""
-    decoder = model.get_decoder()
+    decoder = _find_decoder(model)
     if "_qada_own" in vars(type(decoder)):  # not of a class that others derived
         decoder.__class__ = type(decoder)._qada_own
 

@@ -26,7 +26,7 @@ from ..models.asking import UntoldWeightsError
 from ..said_once import warn_once
 from ..state.snapshots import EVERY
 from .checking import check, find_real_rows
-from .filling import fill, has_shapes, keep_as_made, list_layers, restore_states, store_tokens
+from .filling import fill, flush, has_shapes, keep_as_made, list_layers, restore_states, store_tokens
 from .finding import Beginning, Finder
 from .folder import Folder, Header, Listing, open_store
 from .managing import StoredPrompts, StoreStats, summarise, verify
@@ -153,7 +153,8 @@ class PrefixStore:
 
         Tokens that are already stored are not written again. Tokens that were decoded, or read in calls of at most a
         window, depend on the cache's decisions: only caches of the same deciding options find them, and those of a
-        `fork` are not kept. If the disk or `max_bytes` has no room for a whole prompt, its beginning is kept.
+        `fork` are not kept. `cache` then goes on as these do: tokens that wait beside its window go to the bulk. If the
+        disk or `max_bytes` has no room for a whole prompt, its beginning is kept.
 
         Args:
             cache: of one row, or of rows without padding.
@@ -203,6 +204,7 @@ class PrefixStore:
         except UntoldWeightsError as error:
             warn_once(logger, f"prompts of this model are not kept: {error}")
             return 0
+        flush(cache)
         origin, kind = getattr(model.config, "_name_or_path", ""), model.config.model_type
         about = {"model": origin, "type": kind, "dtype": str(model.dtype), "keyed": key is not None}
         try:

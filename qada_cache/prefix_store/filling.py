@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..cache import QAdACache
 from ..cache_file import decode_record
-from ..models import list_token_sizes
+from ..models import forgets_states, list_token_sizes
 from ..models.latent import has_indexers
 from ..sketch import Layout
 from ..state import BULK_BITS, Options
@@ -52,11 +52,30 @@ def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
             f"PrefixStore keeps no prompts of {name}, whose indexer has keys of its own: save() and QAdACache.load "
             "keep a whole prompt"
         )
+    if forgets_states(cache._shared.model.config):
+        raise NotImplementedError(
+            f"PrefixStore keeps no prompts of {name}, whose linear layers forget their states where several tokens "
+            "follow: read whole prompts"
+        )
     if rows > 1 and len(ours) < len(cache.layers):
         raise NotImplementedError(
             f"PrefixStore keeps no batches of {name}, which has sliding or linear layers: keep rows one by one"
         )
     return ours
+
+
+@torch.no_grad()
+@torch.inference_mode(False)  # as for `fill`
+def flush(cache: QAdACache) -> None:
+    """Have tokens that wait beside the window go to the bulk, as in a cache that is filled: heads decide by the bulk,
+    so both go on alike."""
+
+    def absorb_nothing(layer: QAdALayer) -> None:
+        if (store := layer.store) is not None and store.end > store.window:
+            layer.drop_plans()
+            store.absorb(store.near_keys[:, :, :0], store.near_values[:, :, :0], None)
+
+    cache._change("keep", absorb_nothing, lambda layer, index: None)
 
 
 @torch.no_grad()

@@ -128,9 +128,9 @@ def store_states(
     if rest := list(tokens[starts[-1] :]):  # no states are worth the tokens before them
         behind = folder.list_following(listing, chain[-1])
         spared += [name for name, each in behind if not each.has_states and each.tokens[: len(rest)] == rest]
-    for snapshot in snapshots:
+    for snapshot in sorted(snapshots, key=lambda each: -each.tokens):  # a next turn begins at the newest
         if snapshot.tokens > len(tokens):
-            break
+            continue
         how = EXACT if snapshot.tokens <= exact else reading
         names = name_states(chain, starts, tokens[: snapshot.tokens], how)
         if (name := next((each for each in names if each in listing.files), None)) is None:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache import QAdACache
+from ..models import forgets_states
 from ..prefix_store.filling import keep_as_made
 from ..said_once import warn_once
 from ..versions import CACHE_NAMES, pass_cache
@@ -107,7 +108,11 @@ def generate(
     if not conversations:
         kept.forget()
     ids = others.get("input_ids") if inputs is None else inputs
-    prompt = _find_row(ids, settings, others) if conversations and (one_user or key is not None) else None
+    forgetful = forgets_states(model.config.get_text_config(decoder=True))
+    if forgetful:
+        warn_once(logger, f"no conversations of {model.config.model_type} are kept, whose linear layers forget states")
+    keeps = conversations and (one_user or key is not None) and not forgetful
+    prompt = _find_row(ids, settings, others) if keeps else None
     taken, store = None, find_store(conversations_store)
     if prompt is None:
         cache = QAdACache(model, **(cache_options or {}))

@@ -18,6 +18,7 @@ from ..cache import QAdACache
 from ..models import identity
 from ..models.asking import UntoldWeightsError
 from ..said_once import warn_once
+from ..stats import count_bytes
 from .memory import find_host_memory
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class Conversations:
 
     def keep(self, taken: Conversation, tokens: Tensor, limits: Limits) -> None:
         """Keep one that was taken, whose cache holds `tokens` `[tokens]`, on the host, unless it is too large."""
-        taken.tokens, taken.bytes, taken.used = tokens, sum(map(sum, taken.cache.layer_bytes())), time.monotonic()
+        taken.tokens, taken.bytes, taken.used = tokens, sum(count_bytes(taken.cache)), time.monotonic()
         with self._lock:
             if taken.bytes > limits.bytes:
                 self._counters["evicted"] += 1

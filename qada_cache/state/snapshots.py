@@ -16,7 +16,8 @@ LONG = 32  # tokens: fewer are read again sooner than a snapshot is taken
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The states of all layers but ours after a text's first `tokens`, by the layer's index; never changed."""
+    """The states of all layers but ours after a text's first `tokens`, by the layer's index, on the host; never
+    changed."""
 
     tokens: int
     layers: dict[int, dict[str, Any]]
@@ -28,12 +29,17 @@ class Snapshot:
     def take(layers: Sequence[Any], tokens: int) -> "Snapshot":
         """A copy of what the layers hold, which is `tokens` of a text."""
         others = {index: layer for index, layer in enumerate(layers) if not isinstance(layer, QAdALayer)}
-        return Snapshot(tokens, {index: _clone(vars(layer)) for index, layer in others.items()})
+        return Snapshot(tokens, {index: _copy(vars(layer), {}) for index, layer in others.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(map(_count_bytes, self.layers.values()))
 
     def restore(self, layer: Any, index: int) -> None:
         """Have the layer at `index` hold this state."""
         with torch.inference_mode(False):  # it may be written to in place later
-            vars(layer).update(_clone(self.layers[index]))
+            vars(layer).update(_copy(self.layers[index], vars(layer)))
 
 
 class Snapshots:
@@ -44,6 +50,11 @@ class Snapshots:
         self.every = every
         self.kept: list[Snapshot] = []  # by their tokens
         self._before = 0  # tokens held when the last pass began
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take, which copies of a cache have in common."""
+        return sum(snapshot.nbytes for snapshot in self.kept)
 
     def begin_pass(self, layers: Sequence[Any], tokens: int) -> None:
         """A pass begins on layers that hold so many tokens, wholly."""
@@ -80,8 +91,17 @@ class Snapshots:
                 del self.kept[place]
 
 
-def _clone(held: Any) -> Any:
-    """Tensors as copies of their own: a layer writes to them, or holds a part of a larger one."""
+def _copy(held: Any, now: Any) -> Any:
+    """Tensors as copies of their own, as a layer writes to them or holds a part of a larger one: where those of `now`
+    lie, or on the host."""
     if isinstance(held, dict):
-        return {name: _clone(each) for name, each in held.items()}
-    return held.clone(memory_format=torch.contiguous_format) if isinstance(held, Tensor) else held
+        return {name: _copy(each, now.get(name) if isinstance(now, dict) else None) for name, each in held.items()}
+    if not isinstance(held, Tensor):
+        return held
+    return held.clone(memory_format=torch.contiguous_format).to(now.device if isinstance(now, Tensor) else "cpu")
+
+
+def _count_bytes(held: Any) -> int:
+    if isinstance(held, dict):
+        return sum(map(_count_bytes, held.values()))
+    return held.nbytes if isinstance(held, Tensor) else 0

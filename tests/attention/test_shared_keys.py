@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from models import SMALL, VOCABULARY, exact, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -27,7 +28,9 @@ SIZES = {
     "gemma3n-e4b": ("gemma3n", 35, 15, 4, 8, 2),
     "gemma4-e2b": ("gemma4", 35, 20, 4, 8, 1),
     "gemma4-e4b": ("gemma4", 42, 18, 5, 8, 2),
-    "gemma4-31b": ("gemma4", 12, 0, 5, 8, 4),  # of 60
+    "gemma4-12b": ("gemma4_unified", 12, 0, 5, 8, 4),  # of the layers of this and those below, some
+    "gemma4-26b-a4b": ("gemma4", 12, 0, 5, 8, 4),
+    "gemma4-31b": ("gemma4", 12, 0, 5, 8, 4),
 }
 FEW = [pytest.param(name, marks=() if name.endswith("e2b") else pytest.mark.slow) for name in SIZES]
 MODES: dict[str, dict[str, Any]] = {
@@ -48,7 +51,15 @@ def build(name: str = "gemma4-e2b", **changes: Any) -> PreTrainedModel:
         told |= {"intermediate_size": [48] * layers, "activation_sparsity_pattern": [0.0] * layers}
     elif not shared:
         told |= {"attention_k_eq_v": True, "num_global_key_value_heads": kv_heads // 4, "use_double_wide_mlp": False}
-    return tiny(family, **told, **changes)
+    if name == "gemma4-26b-a4b":
+        told |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    if family != "gemma4_unified":
+        return tiny(family, **told, **changes)
+    like, kind = tiny("gemma4", **told, **changes).config.to_dict(), transformers.Gemma4UnifiedTextConfig
+    told = {each: like[each] for each in like.keys() & vars(kind()).keys() - {"model_type", "architectures"}}
+    config = kind(**told, global_head_dim=16, num_global_key_value_heads=kv_heads // 4)
+    torch.manual_seed(0)
+    return transformers.Gemma4UnifiedForCausalLM._from_config(config, attn_implementation="sdpa").eval()
 
 
 def dynamic(model: PreTrainedModel) -> DynamicCache:
@@ -90,18 +101,21 @@ def test_modes(name: str) -> None:
     assert_close(read(exact(model, moments="current")), read(dynamic(model)))
 
 
-def test_bytes_are_those_of_layers_with_keys_of_their_own(model: PreTrainedModel) -> None:
-    cache = QAdACache(model, threshold=0.5, **SMALL)
+@pytest.mark.parametrize("name", ["gemma3n-e2b", "gemma4-e2b"])
+def test_bytes_are_those_of_layers_with_keys_of_their_own(name: str) -> None:
+    model = build(name)
+    cache = QAdACache(model, threshold=0.5, moments="current", **SMALL)
     generate(model, prompt(150)[0], cache)
-    filled = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
-    assert [layer.index for layer in filled] == [4, 9, 14]
-    assert list(filled[-1].readers) == [19, 24, 29, 34]
-    tokens = filled[-1].store.near_keys.nbytes + filled[-1].store.bulk.nbytes
-    beside = sum(reader.counters.nbytes for reader in filled[-1].readers.values())
+    filled = {layer.index: layer for layer in cache.layers if isinstance(layer, QAdALayer)}
+    *owners, last = filled.values()
+    assert [*filled, *last.readers] == [*range(4, SIZES[name][1], 5)]
+    assert not any(layer.readers for layer in owners)
+    tokens = last.store.near_keys.nbytes + last.store.bulk.nbytes
+    beside = sum(reader.counters.nbytes for reader in last.readers.values())
     assert beside < 0.05 * tokens
     held = [sum(each) for each in cache.layer_bytes()]
-    assert abs(held[14] - held[9] - beside) <= 0.05 * held[9]
-    assert not any(held[15:])
+    assert abs(held[last.index] - held[4] - beside) <= 0.05 * held[4]
+    assert not any(held[SIZES[name][1] - SIZES[name][2] :])
 
 
 def test_readers_decide_for_themselves(model: PreTrainedModel) -> None:

@@ -107,9 +107,8 @@ def test_what_cannot_be_cut_is_one_pass() -> None:
     with torch.no_grad():
         model(TEXT, attention_mask={"full_attention": mask, "sliding_attention": mask}, **pass_cache(cache))
     assert held(cache) == []
-    assert (
-        compute_in_pieces(lambda **_: None, model.model, {"input_ids": TEXT, "output_hidden_states": True}, []) is None
-    )
+    asked = {"input_ids": TEXT, "output_hidden_states": True}
+    assert compute_in_pieces(lambda **_: None, model.model, asked, [], held=0) is None
 
 
 def test_a_state_is_a_copy() -> None:

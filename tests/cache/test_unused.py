@@ -21,6 +21,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
+from eval import families
 from qada_cache import QAdACache
 from qada_cache.said_once import warn_once
 from qada_cache.versions import pass_cache
@@ -85,6 +86,25 @@ def test_a_turn_across_the_change(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.equal(got.sequences, generate(model, text, None, tokens=6).sequences)
     assert cache.get_seq_length() == 44 + 30 + 5
     assert not caplog.records
+
+
+@pytest.mark.parametrize("model_type", ["phimoe", "phi4_multimodal"])
+def test_its_kin(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whose frequencies change behind 100 tokens. Phi 4 gives no text to read again, and so no wrong answer."""
+    model, options = families.build(model_type)[0], {"tokens": 10, "eos_token_id": None}
+    for tokens in families.TEXTS:
+        cache, ids = exact(model, moments="current"), prompt(tokens)[0]
+        if tokens < families.LONGEST_SHORT and not (READS_AGAIN and model_type == "phimoe"):
+            with pytest.raises(RuntimeError, match=r"reads 1 of 101 tokens: cache\.reset\(\)"):
+                generate(model, ids, cache, **options)
+            continue
+        got = generate(model, ids, cache, **options)
+        wanted = generate(model, ids, DynamicCache(config=model.config), **options)
+        assert torch.equal(got.sequences, wanted.sequences)
+        assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
+        assert cache.get_seq_length() == tokens + 9
+        assert cache.stats().decisions > 0
+    assert UNUSED not in caplog.text
 
 
 def test_the_model_reads_its_last_token_alone() -> None:

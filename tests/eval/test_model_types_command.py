@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from eval import families
+from qada_cache import watched
 from qada_cache.attention import forward
+from qada_cache.prefix_store import filling
 
 FOUND = {"llama": "served", "phi3": "served", "mpt": "refused", "mistral": "nothing to do", "dbrx": "not run"}
 
@@ -51,6 +53,16 @@ def test_a_cache_that_is_dropped_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(forward.generation, "drops_caches", lambda _: False)
     monkeypatch.setattr(forward.generation, "warn_of_unused", lambda *_: None)
     assert families.judge("phi3")["words"] == "without a word, by generate of 98 tokens"
+
+
+def test_states_that_are_forgotten_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check for which stores refuse Jamba."""
+    assert families.judge("jamba")["verdict"] == "served"
+    for module in (filling, watched):
+        monkeypatch.setattr(module, "forgets_states", lambda _: False)
+    row = families.judge("jamba")
+    assert row["verdict"] == "differs"
+    assert row["words"].startswith("from a store, by ")
 
 
 @pytest.mark.slow
