@@ -8,7 +8,6 @@ from torch import Tensor
 SEGMENT = 64  # keys that are coded together
 BLOCK = 66  # queries that read together
 TILE = 256  # keys between two looks at what is met
-LEVELS = 127
 
 
 def hadamard(size: int) -> Tensor:
@@ -19,14 +18,23 @@ def hadamard(size: int) -> Tensor:
     return torch.block_diag(*[matrix * len(matrix) ** -0.5] * (size // len(matrix)))
 
 
-def rounded(vectors: Tensor) -> Tensor:
-    """Each to 127 levels either way of its own largest number."""
-    step = vectors.abs().amax(-1, keepdim=True).clamp_min(1e-30) / LEVELS
+def rounded(vectors: Tensor, levels: int) -> Tensor:
+    """Each to so many levels either way of its own largest number."""
+    step = vectors.abs().amax(-1, keepdim=True).clamp_min(1e-30) / levels
     return torch.round(vectors / step) * step
 
 
 def selected_prompt(
-    *, query: Tensor, key: Tensor, value: Tensor, scaling: float, theta: float, sinks: int, window: int, least: int
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    theta: float,
+    sinks: int,
+    window: int,
+    least: int,
+    levels: int,
 ) -> tuple[Tensor, list[float]]:
     """One query head `[tokens, dim]` over its keys and values, and the share of far pairs that each block reads.
 
@@ -47,8 +55,8 @@ def selected_prompt(
         keys, values = key[far.start : far.stop], value[far.start : far.stop]
         segments = keys.unflatten(0, (-1, SEGMENT))
         centres = segments.mean(1)
-        coded = rounded((segments - centres[:, None]) @ turn).flatten(0, 1)
-        estimates = scaling * (rounded(q @ turn) @ coded.T + (q @ centres.T).repeat_interleave(SEGMENT, 1))
+        coded = rounded((segments - centres[:, None]) @ turn, levels).flatten(0, 1)
+        estimates = scaling * (rounded(q @ turn, levels) @ coded.T + (q @ centres.T).repeat_interleave(SEGMENT, 1))
         near = scores[start:stop].clone()
         near[:, far.start : far.stop] = -math.inf
         met, read = near.logsumexp(-1), torch.zeros(len(far), dtype=torch.bool)

@@ -58,6 +58,9 @@ def by_reference(call: list[Tensor], **options: Any) -> tuple[Tensor, list[float
     """All heads, and the share of far keys that each block and head reads."""
     told = {"scaling": 0.2, "theta": THETA, "sinks": 16, "window": 112, "least": LEAST} | options
     query, key, value = (each[0] for each in call)
+    kernel = selected_prompt.build_selecting(key.shape[2], value.shape[2], key.dtype)
+    assert kernel is not None
+    told["levels"] = kernel.code_levels()
     found = [reference(query=query[head], key=key[head // 2], value=value[head // 2], **told) for head in range(4)]
     return torch.stack([out for out, _ in found])[None], [share for _, shares in found for share in shares]
 

@@ -26,21 +26,28 @@ INLINED Singles added_pairs(Singles sum, Words left, Words right) {
 INLINED void narrowed(void* to, Singles row) { store(to, vcvt_bf16_f32(row)); }
 #endif
 
-// In assembly as in avx512.h.
-#if defined(__ARM_FEATURE_DOTPROD)
-#define MULTIPLIES_BYTES 1
-#endif
 constexpr bool QUERY_SIGNED = true;
-INLINED Singles added_codes(Singles sum, Words query, Words keys) {
-#if defined(MULTIPLIES_BYTES)
-    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(query), "w"(keys));
+constexpr int LEVELS = 127;
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int TOGETHER = 1;
+template <int COUNT>
+INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {  // in assembly as in avx512.h
+    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(*query), "w"(*keys));
     return sum;
-#else
-    const int16x8_t one = (int16x8_t)query, other = (int16x8_t)keys;
-    const int32x4_t low = vmull_s16(vget_low_s16(one), vget_low_s16(other)), high = vmull_high_s16(one, other);
-    return (Singles)vaddq_s32((int32x4_t)sum, vpaddq_s32(low, high));
-#endif
 }
+#else
+// Sums have 16 bits first: of 2 products.
+constexpr int TOGETHER = 2;
+template <int COUNT>
+INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {
+    int16x8_t low = {}, high = {};
+    UNROLLED for (int word = 0; word < COUNT; word++) {
+        const int8x16_t one = (int8x16_t)query[word], other = (int8x16_t)keys[word];
+        low = vmlal_s8(low, vget_low_s8(one), vget_low_s8(other)), high = vmlal_high_s8(high, one, other);
+    }
+    return (Singles)vaddq_s32((int32x4_t)sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+}
+#endif
 
 // All bits of a lane, or none.
 typedef Integers Marks;

@@ -4,7 +4,7 @@
 //   floats of a vector, LANES       16          8                           4
 //   vectors of a sum, VECTORS        4 of 32    2 of 16                     4 of 32
 //   words of bfloat16   pairs (BF16), floats    floats                      pairs (BF16), floats
-//   codes               bytes (VNNI), shorts    bytes (AVX-VNNI), shorts    bytes (DotProd), shorts
+//   LEVELS of codes     127 (VNNI), 63          127 (AVX-VNNI), 63          127
 //
 // Which ones the compiler is told of decides; `prompt.py` tells it. NUMBER is uint16_t for bfloat16, or float. Vectors
 // are the compilers' own extension (GCC, Clang), so that what is not in those files is of no processor.
@@ -90,8 +90,8 @@ INLINED Singles to_singles(Integers x) { return __builtin_convertvector(x, Singl
 //   not_negative(a)           integers, or 0
 //   scaled(a, n)              `a` times 2 to the power of `n`, whole numbers from LEAST_POWER on, 0 where that is none
 //   narrowed(to, a)           stores bfloat16, of two as near the even one, where there are pairs
-//   added_codes(sum, a, b)    `sum`, integers, and products of a query's and keys' codes of each word, bytes where
-//                             MULTIPLIES_BYTES, else shorts; those bytes of a query are unsigned if not QUERY_SIGNED
+//   added_codes<n>(sum, a, b)  `sum`, integers, and products of a query's and keys' codes, the bytes of `n` words each,
+//                             TOGETHER at most; LEVELS at most either way, of a query from 0 on if not QUERY_SIGNED
 //   Marks, at_least(a, b)     marked numbers; bits_of(marks), a bit each; without(a, marks), zeros there
 #include COLUMN
 

@@ -6,7 +6,8 @@ an even share of what the query has met: near keys and, from the newest on, tile
 their estimated mass, with values on the line of regression, as in decoding (`sketch/selection.py`).
 
 Estimates of scores are products of bytes. A prompt is bound by arithmetic, and 8 bits cost no more than the sketch's
-few: keys less the mean of their segment, and queries, rotated and rounded to 127 levels of their own largest number.
+few: keys less the mean of their segment, and queries, rotated and rounded to 127 levels of their own largest number;
+to 63 where the processor sums products in 16 bits, faster than it would more exact ones in 32.
 Nothing that a query is told comes from later tokens.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...sketch import rotate
 from ...sketch.coded import find_block
@@ -28,8 +30,6 @@ SOURCE = Path(__file__).with_name("selected_prompt.cpp")
 SEGMENT = 64  # keys that share a centre, as many as a chunk of prompt.h
 BLOCK = 66  # queries that read together, a multiple of a strip of prompt.h
 FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
-LEVELS = 127  # of a code, either way
-CODES = {1: torch.int8, 2: torch.int16}  # of keys, by their bytes: not every processor multiplies what has 8 bits
 
 
 class Call(ctypes.Structure):
@@ -53,7 +53,7 @@ def serves(query: Tensor, value: Tensor) -> bool:
 
 def define_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
-    ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "LEVELS": LEVELS, "ROTATED": find_block(dim)}
+    ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "ROTATED": find_block(dim)}
     return *prompt.define(dim, value_dim, dtype), *(f"-D{name}={value}" for name, value in ours.items())
 
 
@@ -145,22 +145,21 @@ def _attend_to_head(
     far = slice(first, first + int(counts[-1]) * SEGMENT)
     keys, values = (part[far].unflatten(0, (-1, SEGMENT)).float() for part in (key, value))
     centres = keys.mean(dim=1).to(key.dtype)
-    codes, steps = _round(keys - centres.float().unsqueeze(1))
     kernel = build_selecting(dim, value_dim, key.dtype)
     assert kernel is not None
-    code = CODES[kernel.code_bytes()]
-    words = codes.to(code).view(torch.int32).transpose(1, 2).contiguous()
+    codes, steps = _round(keys - centres.float().unsqueeze(1), kernel.code_levels())
+    words = codes.to(torch.int8).view(torch.int32).transpose(1, 2).contiguous()
     corrections = (-kernel.code_zero() * codes.sum(dim=-1)).to(torch.int32)
     far_pairs = query.shape[0] * int((counts * SEGMENT * (start + queries - starts).clamp_max(BLOCK)).sum())
     means, covariances = _average(keys, values, counts)
-    read, segments, blocks, both = torch.zeros_like(counts[0]), len(keys), len(counts), dim + value_dim
+    read, segments, blocks, both = torch.zeros_like(counts[0]), len(keys), len(counts), means.shape[1]
     addresses = (
         find_address("query", query, key.dtype, (*query.shape[:2], dim), packed=1),
         find_address("key", key, prompt.NUMBERS, (tokens, dim), packed=1),
         find_address("value", value, key.dtype, (tokens, value_dim), packed=1),
         find_address("out", out, prompt.OUT, (*query.shape[:2], value_dim), packed=1),
         find_address("centres", centres, key.dtype, (segments, dim)),
-        find_address("codes", words, torch.int32, (segments, dim * code.itemsize // 4, SEGMENT)),
+        find_address("codes", words, torch.int32, (segments, dim // 4, SEGMENT)),
         find_address("corrections", corrections, torch.int32, (segments, SEGMENT)),
         find_address("steps", steps, torch.float32, (segments, SEGMENT)),
         find_address("means", means, torch.float32, (blocks, both)),
@@ -177,19 +176,19 @@ def _attend_to_head(
     return far_pairs - int(read)
 
 
-def _round(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers and steps of rotated vectors `[..., dim]`, float32."""
+def _round(vectors: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers, up to `levels` either way, and steps of rotated vectors `[..., dim]`, float32."""
     rotated = rotate(vectors, find_block(vectors.shape[-1]))
-    steps = rotated.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
+    steps = rotated.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / levels
     return torch.round(rotated / steps.unsqueeze(-1)), steps
 
 
 def _average(keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Means `[blocks, dim + value_dim]` of the first `counts` segments of keys and values `[segments, tokens, dim or
-    value_dim]`, and covariances of keys with both, `[blocks, dim, dim + value_dim]`."""
+    """Means `[blocks, width]` of the first `counts` segments of keys and values `[segments, tokens, dim or value_dim]`,
+    and covariances of keys with both, `[blocks, dim, width]`: `dim + value_dim`, and zeros up to a multiple of 16."""
     centre = keys[0].mean(dim=0)  # what is far from it would be lost in its square
     keys, tokens, dim = keys - centre, counts * SEGMENT, keys.shape[2]
-    both = torch.cat([keys, values], dim=2)
+    both = functional.pad(torch.cat([keys, values], dim=2), (0, -(dim + values.shape[2]) % 16))
     sums, squares = (_accumulate(part)[counts - 1] for part in (both.sum(dim=1), torch.matmul(keys.mT, both)))
     means, squares = sums / tokens[:, None], squares / tokens[:, None, None]
     squares -= means[:, :dim, None] * means[:, None]
