@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <type_traits>
 
@@ -124,13 +125,13 @@ constexpr float COARSE[] = {9.57010188e-3f, 5.59178618e-2f, 2.40247448e-1f, 6.93
 INLINED Singles power_of_two(Singles x) {
     const Singles least = larger(all(LEAST_POWER), x);  // in this order it keeps a nan
     const Singles power = whole(least), rest = least - power;
-    Singles sum = {};
     const auto evaluate = [&](const auto& coefficients) {
-        for (float coefficient : coefficients) sum = fused(sum, rest, all(coefficient));
+        Singles sum = all(coefficients[0]);
+        for (size_t each = 1; each < std::size(coefficients); each++) sum = fused(sum, rest, all(coefficients[each]));
+        return sum;
     };
-    if constexpr (IN_WORD == 1) evaluate(FINE);
-    else evaluate(COARSE);
-    return scaled(sum, power, x);
+    if constexpr (IN_WORD == 1) return scaled(evaluate(FINE), power, x);
+    else return scaled(evaluate(COARSE), power, x);
 }
 
 }  // namespace

@@ -227,19 +227,21 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
         regress(block, strip, states, mean, call.covariances + index * DIM * WIDTH, scaling);
         for (int q = 0; q < STRIP; q++) encode(block, strip * STRIP + q, states[q], scaling);
     }
-    const auto meet_all = [&](const uint32_t* keys, const uint32_t* values, int64_t columns, auto visible) {
-        for (int strip = 0; strip < STRIPS; strip++)
-            meet(
-                block.strips[strip], block.query + strip * STRIP, keys, values,
-                (std::min<int64_t>(columns, TILE) + CHUNK - 1) / CHUNK * CHUNK,
-                [&](int q) { return visible(strip * STRIP + q); }, scaling);
+    const auto meet_all = [&](const uint32_t* keys, const uint32_t* values, auto visible) {
+        for (int strip = 0; strip < STRIPS; strip++) {
+            const int64_t most = visible(strip * STRIP + STRIP - 1);
+            if (most > 0)
+                meet(
+                    block.strips[strip], block.query + strip * STRIP, keys, values,
+                    (std::min<int64_t>(most, TILE) + CHUNK - 1) / CHUNK * CHUNK,
+                    [&](int q) { return visible(strip * STRIP + q); }, scaling);
+        }
     };
     for (Strip& strip : block.strips) begin(strip);
     for (int64_t tile = 0; tile < call.first; tile += TILE)
-        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM, call.first - tile,
-                 [&](int) { return call.first - tile; });
+        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM, [&](int) { return call.first - tile; });
     for (int64_t tile = stop; tile < end; tile += TILE)
-        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM, end - tile,
+        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM,
                  [&](int q) { return call.start + std::min(start + q, start + count - 1) + 1 - tile; });
     for (int q = 0; q < BLOCK; q++)
         block.base[q] = block.strips[q / STRIP].peak[q % STRIP] + std::log2(block.strips[q / STRIP].total[q % STRIP]);
@@ -251,7 +253,7 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
             pack_keys(call.key, call.key_token, left - chunk, token, block.keys + chunk * WORDS);
             pack_values(call.value, call.value_token, left - chunk, token, block.values + chunk / IN_WORD * VALUE_DIM);
         }
-        meet_all(block.keys, block.values, left, [&](int) { return left; });
+        meet_all(block.keys, block.values, [&](int) { return left; });
     }
     for (int64_t q = 0; q < count; q++) write(block, call, mean + DIM, head, start + q, q);
 #pragma omp atomic
