@@ -58,4 +58,11 @@ INLINED Marks at_least(Singles a, Singles b) { return a >= b; }
 INLINED Singles without(Singles lanes, Marks off) { return (Singles)((Integers)lanes & ~off); }
 INLINED uint32_t bits_of(Marks marks) { return _mm256_movemask_ps((__m256)marks); }
 
+INLINED void turn(const uint32_t* rows, int apart, uint32_t* columns, int width) {
+    __m128 a = loaded<__m128>(rows), b = loaded<__m128>(rows + apart);
+    __m128 c = loaded<__m128>(rows + 2 * apart), d = loaded<__m128>(rows + 3 * apart);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    store(columns, a), store(columns + width, b), store(columns + 2 * width, c), store(columns + 3 * width, d);
+}
+
 }  // namespace

@@ -59,4 +59,11 @@ INLINED Marks at_least(Singles a, Singles b) { return _mm512_cmp_ps_mask((__m512
 INLINED Singles without(Singles lanes, Marks off) { return (Singles)_mm512_maskz_mov_ps((Marks)~off, (__m512)lanes); }
 INLINED uint32_t bits_of(Marks marks) { return marks; }
 
+INLINED void turn(const uint32_t* rows, int apart, uint32_t* columns, int width) {
+    __m128 a = loaded<__m128>(rows), b = loaded<__m128>(rows + apart);
+    __m128 c = loaded<__m128>(rows + 2 * apart), d = loaded<__m128>(rows + 3 * apart);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    store(columns, a), store(columns + width, b), store(columns + 2 * width, c), store(columns + 3 * width, d);
+}
+
 }  // namespace

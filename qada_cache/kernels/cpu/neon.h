@@ -58,4 +58,13 @@ INLINED uint32_t bits_of(Marks marks) {
     return vaddvq_u32(vandq_u32((uint32x4_t)marks, vld1q_u32(BITS)));
 }
 
+INLINED void turn(const uint32_t* rows, int apart, uint32_t* columns, int width) {
+    const uint32x4_t a = vld1q_u32(rows), b = vld1q_u32(rows + apart);
+    const uint32x4_t c = vld1q_u32(rows + 2 * apart), d = vld1q_u32(rows + 3 * apart);
+    const uint64x2_t first = (uint64x2_t)vzip1q_u32(a, b), second = (uint64x2_t)vzip1q_u32(c, d);
+    const uint64x2_t third = (uint64x2_t)vzip2q_u32(a, b), fourth = (uint64x2_t)vzip2q_u32(c, d);
+    store(columns, vzip1q_u64(first, second)), store(columns + width, vzip2q_u64(first, second));
+    store(columns + 2 * width, vzip1q_u64(third, fourth)), store(columns + 3 * width, vzip2q_u64(third, fourth));
+}
+
 }  // namespace

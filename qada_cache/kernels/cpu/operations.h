@@ -93,6 +93,7 @@ INLINED Singles to_singles(Integers x) { return __builtin_convertvector(x, Singl
 //   narrowed(to, a)           stores bfloat16, of two as near the even one, where there are pairs
 //   added_codes<n>(sum, a, b)  `sum`, integers, and products of a query's and keys' codes, the bytes of `n` words each,
 //                             TOGETHER at most; LEVELS at most either way, of a query from 0 on if not QUERY_SIGNED
+//   turn(rows, apart, columns, width)  four rows of four words, stored as columns
 //   Marks, at_least(a, b)     marked numbers; bits_of(marks), a bit each; without(a, marks), zeros there
 #include COLUMN
 

@@ -48,10 +48,13 @@ INLINED void pack_query(const Number* query, uint32_t* words) {
 // A chunk of keys: those of `token(0)`, `token(1)` and so on, zeros behind `count`.
 template <typename Token>
 INLINED void pack_keys(const Number* key, int64_t stride, int64_t count, Token token, uint32_t* keys) {
-    for (int each = 0; each < CHUNK; each++) {
-        uint32_t words[WORDS] = {};
-        if (each < count) pack_query(key + token(each) * stride, words);
-        for (int word = 0; word < WORDS; word++) keys[word * CHUNK + each] = words[word];
+    for (int each = 0; each < CHUNK; each += 4) {
+        uint32_t words[4][WORDS] = {};
+        for (int next = 0; next < 4; next++)
+            if (each + next < count) pack_query(key + token(each + next) * stride, words[next]);
+        for (int word = 0; word + 4 <= WORDS; word += 4) turn(words[0] + word, WORDS, keys + word * CHUNK + each, CHUNK);
+        for (int word = WORDS / 4 * 4; word < WORDS; word++)
+            for (int next = 0; next < 4; next++) keys[word * CHUNK + each + next] = words[next][word];
     }
 }
 
