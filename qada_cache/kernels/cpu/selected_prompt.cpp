@@ -58,26 +58,32 @@ struct Block {
     std::vector<int64_t> chosen;
 };
 
-// What keys' codes are of: Hadamard blocks.
-void rotate(float* state) {
+// What keys' codes are of: Hadamard blocks, of all queries at once.
+void rotate(float (*states)[BLOCK]) {
     for (int half = 1; half < ROTATED; half *= 2)
         for (int first = 0; first < DIM; first += 2 * half)
-            for (int each = first; each < first + half; each++) {
-                const float one = state[each], other = state[each + half];
-                state[each] = one + other, state[each + half] = one - other;
-            }
-    for (int d = 0; d < DIM; d++) state[d] *= 1 / std::sqrt(float(ROTATED));
+            for (int each = first; each < first + half; each++)
+                for (int q = 0; q < BLOCK; q++) {
+                    const float one = states[each][q], other = states[each + half][q];
+                    states[each][q] = one + other, states[each + half][q] = one - other;
+                }
+    for (int d = 0; d < DIM; d++)
+        for (int q = 0; q < BLOCK; q++) states[d][q] *= 1 / std::sqrt(float(ROTATED));
 }
 
-// A query's code, from its state, which is rotated.
-void encode(Block& block, int q, float* state, float scaling) {
-    rotate(state);
-    float most = std::numeric_limits<float>::min();
-    for (int d = 0; d < DIM; d++) most = std::max(most, std::abs(state[d]));
-    Code code[DIM];
-    for (int d = 0; d < DIM; d++) code[d] = ZERO + (int)std::nearbyint(state[d] * (LEVELS / most));
-    std::memcpy(block.query_codes[q], code, sizeof code);
-    block.query_steps[q] = most / LEVELS * scaling;
+// The queries' codes, from their states, which are rotated.
+void encode(Block& block, float (*states)[BLOCK], float scaling) {
+    rotate(states);
+    float most[BLOCK], finer[BLOCK];
+    std::fill_n(most, BLOCK, std::numeric_limits<float>::min());
+    for (int d = 0; d < DIM; d++)
+        for (int q = 0; q < BLOCK; q++) most[q] = std::max(most[q], std::abs(states[d][q]));
+    for (int q = 0; q < BLOCK; q++) finer[q] = LEVELS / most[q], block.query_steps[q] = most[q] / LEVELS * scaling;
+    for (int d = 0; d < DIM; d++) {
+        Code codes[BLOCK];
+        for (int q = 0; q < BLOCK; q++) codes[q] = ZERO + (int)std::nearbyint(states[d][q] * finer[q]);
+        for (int q = 0; q < BLOCK; q++) ((Code*)block.query_codes[q])[d] = codes[q];
+    }
 }
 
 // Lines of regression of a strip's queries, from their states, of values on scores: covariance over variance.
@@ -216,17 +222,18 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
     const int64_t stop = far_stop(call, start), end = call.start + start + count;
     const float scaling = call.scaling * LOG2_E;
     const float* mean = call.means + index * WIDTH;
+    alignas(64) float states[DIM][BLOCK];
     for (int strip = 0; strip < STRIPS; strip++) {
-        alignas(64) float states[STRIP][DIM];
+        alignas(64) float own[STRIP][DIM];
         for (int q = 0; q < STRIP; q++) {  // the last one again, where there are fewer
             const int64_t at = start + std::min<int64_t>(strip * STRIP + q, count - 1);
             const Number* query = call.query + head * call.query_head + at * call.query_token;
             pack_query(query, block.query[strip * STRIP + q]);
-            for (int d = 0; d < DIM; d++) states[q][d] = widen(query[d]);
+            for (int d = 0; d < DIM; d++) states[d][strip * STRIP + q] = own[q][d] = widen(query[d]);
         }
-        regress(block, strip, states, mean, call.covariances + index * DIM * WIDTH, scaling);
-        for (int q = 0; q < STRIP; q++) encode(block, strip * STRIP + q, states[q], scaling);
+        regress(block, strip, own, mean, call.covariances + index * DIM * WIDTH, scaling);
     }
+    encode(block, states, scaling);
     const auto meet_all = [&](const uint32_t* keys, const uint32_t* values, auto visible) {
         for (int strip = 0; strip < STRIPS; strip++) {
             const int64_t most = visible(strip * STRIP + STRIP - 1);
