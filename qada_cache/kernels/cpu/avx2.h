@@ -40,8 +40,8 @@ INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) 
     return sum;
 }
 #else
-// Sums have 16 bits first: of 4 products of a query's bytes, up to 126, and a key's, up to 63.
-constexpr int LEVELS = 63, TOGETHER = 2;
+// Sums have 16 bits first: of 8 products of a query's bytes, up to 126, and a key's, which selected_prompt.py bounds.
+constexpr int LEVELS = 63, TOGETHER = 4;
 template <int COUNT>
 INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {
     __m256i pairs = _mm256_maddubs_epi16((__m256i)query[0], (__m256i)keys[0]);

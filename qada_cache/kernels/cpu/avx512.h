@@ -43,7 +43,7 @@ INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) 
 }
 #else
 // As in avx2.h.
-constexpr int LEVELS = 63, TOGETHER = 2;
+constexpr int LEVELS = 63, TOGETHER = 4;
 template <int COUNT>
 INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {
     __m512i pairs = _mm512_maddubs_epi16((__m512i)query[0], (__m512i)keys[0]);

@@ -290,6 +290,7 @@ extern "C" int64_t call_size() { return sizeof(Call); }
 // How codes are to be given.
 extern "C" int code_levels() { return LEVELS; }
 extern "C" int code_zero() { return ZERO; }
+extern "C" int code_words() { return QUERY_SIGNED ? 1 : TOGETHER; }  // whose products are to have a sum of 16 bits
 
 extern "C" int prompt_attention(const Call* call) try {
     attend(*call);

@@ -29,6 +29,7 @@ from .addresses import find_address
 SOURCE = Path(__file__).with_name("selected_prompt.cpp")
 SEGMENT = 64  # keys that share a centre, as many as a chunk of prompt.h
 BLOCK = 66  # queries that read together, a multiple of a strip of prompt.h
+MOST_SUM = 2**15 - 1
 FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
 
 
@@ -147,7 +148,7 @@ def _attend_to_head(
     centres = keys.mean(dim=1).to(key.dtype)
     kernel = build_selecting(dim, value_dim, key.dtype)
     assert kernel is not None
-    codes, steps = _round(keys - centres.float().unsqueeze(1), kernel.code_levels())
+    codes, steps = _round(keys - centres.float().unsqueeze(1), kernel.code_levels(), kernel.code_words())
     words = codes.to(torch.int8).view(torch.int32).transpose(1, 2).contiguous()
     corrections = (-kernel.code_zero() * codes.sum(dim=-1)).to(torch.int32)
     far_pairs = query.shape[0] * int((counts * SEGMENT * (start + queries - starts).clamp_max(BLOCK)).sum())
@@ -176,10 +177,17 @@ def _attend_to_head(
     return far_pairs - int(read)
 
 
-def _round(vectors: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers, up to `levels` either way, and steps of rotated vectors `[..., dim]`, float32."""
+def _round(vectors: Tensor, levels: int, words: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers, up to `levels` either way, and steps of rotated vectors `[..., dim]`, float32. Products of the
+    pairs of `words` words and of numbers from 0 to `2 * levels` have a sum of 16 bits, if there are several."""
     rotated = rotate(vectors, find_block(vectors.shape[-1]))
-    steps = rotated.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / levels
+    sizes = rotated.abs()
+    steps = sizes.amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / levels
+    if words > 1:
+        channels = torch.arange(rotated.shape[-1], dtype=torch.int64, device="cpu")
+        summed = functional.one_hot(channels // (4 * words) * 2 + channels % 4 // 2).float()
+        most = (sizes @ summed + (rotated @ summed).abs()).amax(dim=-1) / 2  # of those of one sign
+        steps = torch.maximum(steps, most / (MOST_SUM // (2 * levels) - words))  # each is rounded up by half of one
     return torch.round(rotated / steps.unsqueeze(-1)), steps
 
 
