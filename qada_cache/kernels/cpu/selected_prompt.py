@@ -188,7 +188,7 @@ def _round(vectors: Tensor, levels: int, words: int) -> tuple[Tensor, Tensor]:
         summed = functional.one_hot(channels // (4 * words) * 2 + channels % 4 // 2).float()
         most = (sizes @ summed + (rotated @ summed).abs()).amax(dim=-1) / 2  # of those of one sign
         steps = torch.maximum(steps, most / (MOST_SUM // (2 * levels) - words))  # each is rounded up by half of one
-    return torch.round(rotated / steps.unsqueeze(-1)), steps
+    return rotated.div_(steps.unsqueeze(-1)).round_(), steps
 
 
 def _average(keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ def _average(keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tens
     keys, tokens, dim = keys - centre, counts * SEGMENT, keys.shape[2]
     both = functional.pad(torch.cat([keys, values], dim=2), (0, -(dim + values.shape[2]) % 16))
     sums, squares = (_accumulate(part)[counts - 1] for part in (both.sum(dim=1), torch.matmul(keys.mT, both)))
-    means, squares = sums / tokens[:, None], squares / tokens[:, None, None]
+    means, squares = sums.div_(tokens[:, None]), squares.div_(tokens[:, None, None])
     squares -= means[:, :dim, None] * means[:, None]
     means[:, :dim] += centre
     return means, squares
