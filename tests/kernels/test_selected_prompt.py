@@ -60,7 +60,7 @@ def by_reference(call: list[Tensor], **options: Any) -> tuple[Tensor, list[float
     query, key, value = (each[0] for each in call)
     kernel = selected_prompt.build_selecting(key.shape[2], value.shape[2], key.dtype)
     assert kernel is not None
-    told["levels"] = kernel.code_levels()
+    told |= {"levels": kernel.code_levels(), "words": kernel.code_words()}
     found = [reference(query=query[head], key=key[head // 2], value=value[head // 2], **told) for head in range(4)]
     return torch.stack([out for out, _ in found])[None], [share for _, shares in found for share in shares]
 
