@@ -52,7 +52,8 @@ INLINED void pack_keys(const Number* key, int64_t stride, int64_t count, Token t
         uint32_t words[4][WORDS] = {};
         for (int next = 0; next < 4; next++)
             if (each + next < count) pack_query(key + token(each + next) * stride, words[next]);
-        for (int word = 0; word + 4 <= WORDS; word += 4) turn(words[0] + word, WORDS, keys + word * CHUNK + each, CHUNK);
+        for (int word = 0; word + 4 <= WORDS; word += 4)
+            turn(words[0] + word, WORDS, keys + word * CHUNK + each, CHUNK);
         for (int word = WORDS / 4 * 4; word < WORDS; word++)
             for (int next = 0; next < 4; next++) keys[word * CHUNK + each + next] = words[next][word];
     }
