@@ -101,6 +101,26 @@ def test_as_float64_computes_it(tokens: int, dim: int, value_dim: int, sizes: di
     assert pairs == pytest.approx(count_pairs(tokens, shares, **sizes), rel=1e-3)
 
 
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("instructions", ["newest", "least"], indirect=True)
+def test_sums_of_large_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and queries that differ in one channel alone have the largest codes, all of one sign; sums have 16 bits."""
+    query, key, value = tensors(900, 64, 64)
+    query[..., 0] *= 3
+    query[..., 1:], key[..., 1:] = 0.01 * query[..., 1:], key[..., :1, 1:]
+    wanted, _ = by_reference([query, key, value])
+
+    def find_error() -> float:
+        return float((attend([query, key, value])[0] - wanted).abs().amax(dim=-1).quantile(0.97) / wanted.std())
+
+    assert find_error() < 2e-3
+    kernel, round_keys = selected_prompt.build_selecting(64, 64, torch.float32), selected_prompt._round
+    assert kernel is not None
+    if kernel.code_words() > 1:  # else, what happens without a bound
+        monkeypatch.setattr(selected_prompt, "_round", lambda vectors, levels, _: round_keys(vectors, levels, 1))
+        assert find_error() > 2e-2
+
+
 def test_what_is_lost_without_an_estimate_and_with_it() -> None:
     """The unread are worth something: without an estimate for them more is lost."""
     call = tensors(1500, 64, 64)
