@@ -8,7 +8,6 @@ from torch import Tensor
 SEGMENT = 64  # keys that are coded together
 BLOCK = 66  # queries that read together
 TILE = 256  # keys between two looks at what is met
-LEVELS = 127
 
 
 def hadamard(size: int) -> Tensor:
@@ -19,14 +18,31 @@ def hadamard(size: int) -> Tensor:
     return torch.block_diag(*[matrix * len(matrix) ** -0.5] * (size // len(matrix)))
 
 
-def rounded(vectors: Tensor) -> Tensor:
-    """Each to 127 levels either way of its own largest number."""
-    step = vectors.abs().amax(-1, keepdim=True).clamp_min(1e-30) / LEVELS
+def rounded(vectors: Tensor, levels: int, words: int = 1) -> Tensor:
+    """Each to so many levels either way of its own largest number. Of several words of four numbers, the first pairs
+    together are at most as large as 16 bits take, times a number up to twice the levels, and so are the second ones."""
+    step = vectors.abs().amax(-1, keepdim=True).clamp_min(1e-30) / levels
+    for first in range(0, vectors.shape[-1], 4 * words) if words > 1 else ():
+        part = vectors[..., first : first + 4 * words]
+        for pair in (0, 1):
+            both = torch.cat([part[..., 2 * pair :: 4], part[..., 2 * pair + 1 :: 4]], dim=-1)
+            for one_sign in (both.clamp_min(0), -both.clamp_max(0)):
+                step = torch.maximum(step, one_sign.sum(-1, keepdim=True) / (32767 // (2 * levels) - words))
     return torch.round(vectors / step) * step
 
 
 def selected_prompt(
-    *, query: Tensor, key: Tensor, value: Tensor, scaling: float, theta: float, sinks: int, window: int, least: int
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    theta: float,
+    sinks: int,
+    window: int,
+    least: int,
+    levels: int,
+    words: int,
 ) -> tuple[Tensor, list[float]]:
     """One query head `[tokens, dim]` over its keys and values, and the share of far pairs that each block reads.
 
@@ -35,7 +51,7 @@ def selected_prompt(
     of 256 keys before the key's own. Queries with fewer than `least` far keys and the last `window` ones read all.
     """
     tokens, turn = len(query), hadamard(query.shape[1])
-    query, key, value = (each.double() for each in (query, key, value))
+    dtype, (query, key, value) = key.dtype, (each.double() for each in (query, key, value))
     first, back = -(-sinks // SEGMENT) * SEGMENT, window - 1
     begin = first + least + back
     scores = (scaling * query @ key.T).masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), -math.inf)
@@ -46,9 +62,9 @@ def selected_prompt(
         q = query[start:stop]
         keys, values = key[far.start : far.stop], value[far.start : far.stop]
         segments = keys.unflatten(0, (-1, SEGMENT))
-        centres = segments.mean(1)
-        coded = rounded((segments - centres[:, None]) @ turn).flatten(0, 1)
-        estimates = scaling * (rounded(q @ turn) @ coded.T + (q @ centres.T).repeat_interleave(SEGMENT, 1))
+        centres = segments.mean(1).to(dtype).double()
+        coded = rounded((segments - centres[:, None]) @ turn, levels, words).flatten(0, 1)
+        estimates = scaling * (rounded(q @ turn, levels) @ coded.T + (q @ centres.T).repeat_interleave(SEGMENT, 1))
         near = scores[start:stop].clone()
         near[:, far.start : far.stop] = -math.inf
         met, read = near.logsumexp(-1), torch.zeros(len(far), dtype=torch.bool)

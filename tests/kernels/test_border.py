@@ -255,5 +255,5 @@ def test_instructions_that_are_known_are_all_that_a_source_asks_for(
 def test_constants_of_selected_prompts_have_one_definition() -> None:
     source, macros = selected_prompt.SOURCE.read_text(), selected_prompt.define_selecting(80, 48, torch.float32)
     given = dict(macro.removeprefix("-D").split("=") for macro in macros if "=" in macro)
-    assert given | {"SEGMENT": "64", "BLOCK": "66", "LEVELS": "127", "ROTATED": "16"} == given
-    assert not re.search(r"constexpr \w+ (SEGMENT|BLOCK|LEVELS|ROTATED)\b", source)
+    assert given | {"SEGMENT": "64", "BLOCK": "66", "ROTATED": "16"} == given
+    assert not re.search(r"constexpr \w+ (SEGMENT|BLOCK|ROTATED)\b", source)

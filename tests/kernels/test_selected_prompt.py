@@ -58,6 +58,9 @@ def by_reference(call: list[Tensor], **options: Any) -> tuple[Tensor, list[float
     """All heads, and the share of far keys that each block and head reads."""
     told = {"scaling": 0.2, "theta": THETA, "sinks": 16, "window": 112, "least": LEAST} | options
     query, key, value = (each[0] for each in call)
+    kernel = selected_prompt.build_selecting(key.shape[2], value.shape[2], key.dtype)
+    assert kernel is not None
+    told |= {"levels": kernel.code_levels(), "words": kernel.code_words()}
     found = [reference(query=query[head], key=key[head // 2], value=value[head // 2], **told) for head in range(4)]
     return torch.stack([out for out, _ in found])[None], [share for _, shares in found for share in shares]
 
@@ -96,6 +99,26 @@ def test_as_float64_computes_it(tokens: int, dim: int, value_dim: int, sizes: di
     assert off.quantile(0.97) < 2e-3 * float(wanted.std())
     assert off.max() < 0.3 * float(wanted.std())
     assert pairs == pytest.approx(count_pairs(tokens, shares, **sizes), rel=1e-3)
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("instructions", ["newest", "least"], indirect=True)
+def test_sums_of_large_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and queries that differ in one channel alone have the largest codes, all of one sign; sums have 16 bits."""
+    query, key, value = tensors(900, 64, 64)
+    query[..., 0] *= 3
+    query[..., 1:], key[..., 1:] = 0.01 * query[..., 1:], key[..., :1, 1:]
+    wanted, _ = by_reference([query, key, value])
+
+    def find_error() -> float:
+        return float((attend([query, key, value])[0] - wanted).abs().amax(dim=-1).quantile(0.97) / wanted.std())
+
+    assert find_error() < 2e-3
+    kernel, round_keys = selected_prompt.build_selecting(64, 64, torch.float32), selected_prompt._round
+    assert kernel is not None
+    if kernel.code_words() > 1:  # else, what happens without a bound
+        monkeypatch.setattr(selected_prompt, "_round", lambda vectors, levels, _: round_keys(vectors, levels, 1))
+        assert find_error() > 2e-2
 
 
 def test_what_is_lost_without_an_estimate_and_with_it() -> None:

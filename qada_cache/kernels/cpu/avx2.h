@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr float LEAST_POWER = -125;
+constexpr float LEAST_POWER = -127;  // by which 1 becomes 0
 
 INLINED Singles fused(Singles a, Singles b, Singles c) {
     return (Singles)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -29,28 +29,40 @@ INLINED Singles whole(Singles x) {
     return (Singles)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 INLINED Integers not_negative(Integers x) { return (Integers)_mm256_max_epi32((__m256i)x, _mm256_setzero_si256()); }
-INLINED Singles scaled(Singles x, Singles power, Singles exact) {
-    return (Singles)(((Integers)x + (to_nearest(power) << 23)) & ~(Integers)(exact < LEAST_POWER));
-}
+INLINED Singles scaled(Singles x, Singles power, Singles) { return (Singles)((Integers)x + (to_nearest(power) << 23)); }
 
-// In assembly as in avx512.h.
-#if defined(__AVXVNNI__)
-#define MULTIPLIES_BYTES 1
-#endif
 constexpr bool QUERY_SIGNED = false;
-INLINED Singles added_codes(Singles sum, Words query, Words keys) {
-#if defined(MULTIPLIES_BYTES)
-    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(query), "x"(keys));
-#else
-    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16((__m256i)query, (__m256i)keys)));
-#endif
+#if defined(__AVXVNNI__)
+constexpr int LEVELS = 127, TOGETHER = 1;
+template <int COUNT>
+INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {  // in assembly as in avx512.h
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(*query), "x"(*keys));
     return sum;
 }
+#else
+// Sums have 16 bits first: of 8 products of a query's bytes, up to 126, and a key's, which selected_prompt.py bounds.
+constexpr int LEVELS = 63, TOGETHER = 4;
+template <int COUNT>
+INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)query[0], (__m256i)keys[0]);
+    UNROLLED for (int word = 1; word < COUNT; word++) pairs =
+        _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)query[word], (__m256i)keys[word]));
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+    return sum;
+}
+#endif
 
 // All bits of a lane, or none.
 typedef Integers Marks;
 INLINED Marks at_least(Singles a, Singles b) { return a >= b; }
 INLINED Singles without(Singles lanes, Marks off) { return (Singles)((Integers)lanes & ~off); }
 INLINED uint32_t bits_of(Marks marks) { return _mm256_movemask_ps((__m256)marks); }
+
+INLINED void turn(const uint32_t* rows, int apart, uint32_t* columns, int width) {
+    __m128 a = loaded<__m128>(rows), b = loaded<__m128>(rows + apart);
+    __m128 c = loaded<__m128>(rows + 2 * apart), d = loaded<__m128>(rows + 3 * apart);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    store(columns, a), store(columns + width, b), store(columns + 2 * width, c), store(columns + 3 * width, d);
+}
 
 }  // namespace

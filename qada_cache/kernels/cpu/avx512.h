@@ -32,24 +32,38 @@ INLINED void narrowed(void* to, Singles row) {
 }
 #endif
 
-// By GCC's functions, and in arrays of vectors of integers, sums are moved to memory and back. Shorts are there as
-// products of bytes overflow without VNNI.
-#if defined(__AVX512VNNI__)
-#define MULTIPLIES_BYTES 1
-#endif
+// By GCC's functions, and in arrays of vectors of integers, sums are moved to memory and back.
 constexpr bool QUERY_SIGNED = false;
-INLINED Singles added_codes(Singles sum, Words query, Words keys) {
-#if defined(MULTIPLIES_BYTES)
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(query), "v"(keys));
-#else
-    asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm512_madd_epi16((__m512i)query, (__m512i)keys)));
-#endif
+#if defined(__AVX512VNNI__)
+constexpr int LEVELS = 127, TOGETHER = 1;
+template <int COUNT>
+INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(*query), "v"(*keys));
     return sum;
 }
+#else
+// As in avx2.h.
+constexpr int LEVELS = 63, TOGETHER = 4;
+template <int COUNT>
+INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {
+    __m512i pairs = _mm512_maddubs_epi16((__m512i)query[0], (__m512i)keys[0]);
+    UNROLLED for (int word = 1; word < COUNT; word++) pairs =
+        _mm512_add_epi16(pairs, _mm512_maddubs_epi16((__m512i)query[word], (__m512i)keys[word]));
+    asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
+    return sum;
+}
+#endif
 
 typedef __mmask16 Marks;
 INLINED Marks at_least(Singles a, Singles b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ); }
 INLINED Singles without(Singles lanes, Marks off) { return (Singles)_mm512_maskz_mov_ps((Marks)~off, (__m512)lanes); }
 INLINED uint32_t bits_of(Marks marks) { return marks; }
+
+INLINED void turn(const uint32_t* rows, int apart, uint32_t* columns, int width) {
+    __m128 a = loaded<__m128>(rows), b = loaded<__m128>(rows + apart);
+    __m128 c = loaded<__m128>(rows + 2 * apart), d = loaded<__m128>(rows + 3 * apart);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    store(columns, a), store(columns + width, b), store(columns + 2 * width, c), store(columns + 3 * width, d);
+}
 
 }  // namespace

@@ -26,21 +26,28 @@ INLINED Singles added_pairs(Singles sum, Words left, Words right) {
 INLINED void narrowed(void* to, Singles row) { store(to, vcvt_bf16_f32(row)); }
 #endif
 
-// In assembly as in avx512.h.
-#if defined(__ARM_FEATURE_DOTPROD)
-#define MULTIPLIES_BYTES 1
-#endif
 constexpr bool QUERY_SIGNED = true;
-INLINED Singles added_codes(Singles sum, Words query, Words keys) {
-#if defined(MULTIPLIES_BYTES)
-    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(query), "w"(keys));
+constexpr int LEVELS = 127;
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int TOGETHER = 1;
+template <int COUNT>
+INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {  // in assembly as in avx512.h
+    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(*query), "w"(*keys));
     return sum;
-#else
-    const int16x8_t one = (int16x8_t)query, other = (int16x8_t)keys;
-    const int32x4_t low = vmull_s16(vget_low_s16(one), vget_low_s16(other)), high = vmull_high_s16(one, other);
-    return (Singles)vaddq_s32((int32x4_t)sum, vpaddq_s32(low, high));
-#endif
 }
+#else
+// Sums have 16 bits first: of 2 products.
+constexpr int TOGETHER = 2;
+template <int COUNT>
+INLINED Singles added_codes(Singles sum, const Words* query, const Words* keys) {
+    int16x8_t low = {}, high = {};
+    UNROLLED for (int word = 0; word < COUNT; word++) {
+        const int8x16_t one = (int8x16_t)query[word], other = (int8x16_t)keys[word];
+        low = vmlal_s8(low, vget_low_s8(one), vget_low_s8(other)), high = vmlal_high_s8(high, one, other);
+    }
+    return (Singles)vaddq_s32((int32x4_t)sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+}
+#endif
 
 // All bits of a lane, or none.
 typedef Integers Marks;
@@ -49,6 +56,15 @@ INLINED Singles without(Singles lanes, Marks off) { return (Singles)((Integers)l
 INLINED uint32_t bits_of(Marks marks) {
     constexpr uint32_t BITS[] = {1, 2, 4, 8};
     return vaddvq_u32(vandq_u32((uint32x4_t)marks, vld1q_u32(BITS)));
+}
+
+INLINED void turn(const uint32_t* rows, int apart, uint32_t* columns, int width) {
+    const uint32x4_t a = vld1q_u32(rows), b = vld1q_u32(rows + apart);
+    const uint32x4_t c = vld1q_u32(rows + 2 * apart), d = vld1q_u32(rows + 3 * apart);
+    const uint64x2_t first = (uint64x2_t)vzip1q_u32(a, b), second = (uint64x2_t)vzip1q_u32(c, d);
+    const uint64x2_t third = (uint64x2_t)vzip2q_u32(a, b), fourth = (uint64x2_t)vzip2q_u32(c, d);
+    store(columns, vzip1q_u64(first, second)), store(columns + width, vzip2q_u64(first, second));
+    store(columns + 2 * width, vzip1q_u64(third, fourth)), store(columns + 3 * width, vzip2q_u64(third, fourth));
 }
 
 }  // namespace

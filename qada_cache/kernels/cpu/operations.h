@@ -4,7 +4,7 @@
 //   floats of a vector, LANES       16          8                           4
 //   vectors of a sum, VECTORS        4 of 32    2 of 16                     4 of 32
 //   words of bfloat16   pairs (BF16), floats    floats                      pairs (BF16), floats
-//   codes               bytes (VNNI), shorts    bytes (AVX-VNNI), shorts    bytes (DotProd), shorts
+//   LEVELS of codes     127 (VNNI), 63          127 (AVX-VNNI), 63          127
 //
 // Which ones the compiler is told of decides; `prompt.py` tells it. NUMBER is uint16_t for bfloat16, or float. Vectors
 // are the compilers' own extension (GCC, Clang), so that what is not in those files is of no processor.
@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <type_traits>
 
@@ -90,8 +91,9 @@ INLINED Singles to_singles(Integers x) { return __builtin_convertvector(x, Singl
 //   not_negative(a)           integers, or 0
 //   scaled(a, n)              `a` times 2 to the power of `n`, whole numbers from LEAST_POWER on, 0 where that is none
 //   narrowed(to, a)           stores bfloat16, of two as near the even one, where there are pairs
-//   added_codes(sum, a, b)    `sum`, integers, and products of a query's and keys' codes of each word, bytes where
-//                             MULTIPLIES_BYTES, else shorts; those bytes of a query are unsigned if not QUERY_SIGNED
+//   added_codes<n>(sum, a, b)  `sum`, integers, and products of a query's and keys' codes, the bytes of `n` words each,
+//                             TOGETHER at most; LEVELS at most either way, of a query from 0 on if not QUERY_SIGNED
+//   turn(rows, apart, columns, width)  four rows of four words, stored as columns
 //   Marks, at_least(a, b)     marked numbers; bits_of(marks), a bit each; without(a, marks), zeros there
 #include COLUMN
 
@@ -124,13 +126,13 @@ constexpr float COARSE[] = {9.57010188e-3f, 5.59178618e-2f, 2.40247448e-1f, 6.93
 INLINED Singles power_of_two(Singles x) {
     const Singles least = larger(all(LEAST_POWER), x);  // in this order it keeps a nan
     const Singles power = whole(least), rest = least - power;
-    Singles sum = {};
     const auto evaluate = [&](const auto& coefficients) {
-        for (float coefficient : coefficients) sum = fused(sum, rest, all(coefficient));
+        Singles sum = all(coefficients[0]);
+        for (size_t each = 1; each < std::size(coefficients); each++) sum = fused(sum, rest, all(coefficients[each]));
+        return sum;
     };
-    if constexpr (IN_WORD == 1) evaluate(FINE);
-    else evaluate(COARSE);
-    return scaled(sum, power, x);
+    if constexpr (IN_WORD == 1) return scaled(evaluate(FINE), power, x);
+    else return scaled(evaluate(COARSE), power, x);
 }
 
 }  // namespace

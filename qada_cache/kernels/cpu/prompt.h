@@ -29,10 +29,10 @@ constexpr int TILE = 256;  // keys between two looks at a strip's sums of values
 constexpr int WORDS = DIM / IN_WORD;  // of a query or a key
 static_assert(DIM % IN_WORD == 0 && VALUE_DIM % LANES == 0 && TILE % CHUNK == 0);
 constexpr int SUMMED = 64;  // of these, at once
-// Vectors of values summed at once, a divisor of a row's.
-constexpr int ROW = VALUE_DIM / LANES;
-constexpr int find_slab(int vectors) { return ROW % vectors ? find_slab(vectors - 1) : vectors; }
-constexpr int SLAB = find_slab(VECTORS);
+// Vectors summed at once, a divisor of a row's.
+constexpr int find_slab(int row, int vectors = VECTORS) {
+    return row % vectors ? find_slab(row, vectors - 1) : vectors;
+}
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
 // A query as words.
@@ -48,10 +48,14 @@ INLINED void pack_query(const Number* query, uint32_t* words) {
 // A chunk of keys: those of `token(0)`, `token(1)` and so on, zeros behind `count`.
 template <typename Token>
 INLINED void pack_keys(const Number* key, int64_t stride, int64_t count, Token token, uint32_t* keys) {
-    for (int each = 0; each < CHUNK; each++) {
-        uint32_t words[WORDS] = {};
-        if (each < count) pack_query(key + token(each) * stride, words);
-        for (int word = 0; word < WORDS; word++) keys[word * CHUNK + each] = words[word];
+    for (int each = 0; each < CHUNK; each += 4) {
+        uint32_t words[4][WORDS] = {};
+        for (int next = 0; next < 4; next++)
+            if (each + next < count) pack_query(key + token(each + next) * stride, words[next]);
+        for (int word = 0; word + 4 <= WORDS; word += 4)
+            turn(words[0] + word, WORDS, keys + word * CHUNK + each, CHUNK);
+        for (int word = WORDS / 4 * 4; word < WORDS; word++)
+            for (int next = 0; next < 4; next++) keys[word * CHUNK + each + next] = words[next][word];
     }
 }
 
@@ -85,19 +89,28 @@ inline void pack(const Number* key, int64_t key_stride, const Number* value, int
     }
 }
 
+// Sums of products of so many words of a strip's rows, `stride` words apart, and of SLAB vectors of a matrix's, `width`
+// words apart. PACKED: words are as `added` has them, else floats.
+template <int SLAB, bool PACKED = true>
+INLINED void multiply(const void* rows, int stride, const void* matrix, int width, int words, Singles (*sums)[SLAB]) {
+    UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] = Singles{};
+    for (int word = 0; word < words; word++) {
+        Words column[SLAB];
+        UNROLLED for (int c = 0; c < SLAB; c++) column[c] =
+            loaded<Words>((const uint32_t*)matrix + word * width + c * LANES);
+        UNROLLED for (int q = 0; q < STRIP; q++) {
+            const Words row = Words{} + loaded<uint32_t>((const uint32_t*)rows + q * stride + word);
+            UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] =
+                PACKED ? added(sums[q][c], column[c], row) : fused((Singles)column[c], (Singles)row, sums[q][c]);
+        }
+    }
+}
+
 // Scores of a strip and a chunk of keys, `[STRIP][TILE]` floats; sums of fewer products round less.
 INLINED void score(const uint32_t (*query)[WORDS], const uint32_t* keys, float (*scores)[TILE]) {
     for (int first = 0; first < WORDS; first += SUMMED) {
         Singles sums[STRIP][VECTORS];
-        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < VECTORS; c++) sums[q][c] = Singles{};
-        for (int word = first; word < std::min(first + SUMMED, WORDS); word++) {
-            Words column[VECTORS];
-            UNROLLED for (int c = 0; c < VECTORS; c++) column[c] = loaded<Words>(keys + word * CHUNK + c * LANES);
-            UNROLLED for (int q = 0; q < STRIP; q++) {
-                const Words row = Words{} + query[q][word];
-                UNROLLED for (int c = 0; c < VECTORS; c++) sums[q][c] = added(sums[q][c], column[c], row);
-            }
-        }
+        multiply(query[0] + first, WORDS, keys + first * CHUNK, CHUNK, std::min(SUMMED, WORDS - first), sums);
         UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < VECTORS; c++) {
             float* to = scores[q] + c * LANES;
             store(to, first ? loaded<Singles>(to) + sums[q][c] : sums[q][c]);
@@ -137,20 +150,12 @@ INLINED float weigh(Strip& strip, int q, float* scores, int columns, int64_t vis
 // Adds a tile's weighted values to a strip's sums, which are multiplied by `kept` first. The tile's are summed by
 // themselves.
 INLINED void add(Strip& strip, const float* kept, const Packed (*weights)[TILE], const uint32_t* values, int columns) {
-    for (int slab = 0; slab < ROW; slab += SLAB) {
+    constexpr int SLAB = find_slab(VALUE_DIM / LANES);
+    for (int first = 0; first < VALUE_DIM; first += SLAB * LANES) {
         Singles sums[STRIP][SLAB];
-        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] = Singles{};
-        for (int word = 0; word < columns / IN_WORD; word++) {
-            Words column[SLAB];
-            UNROLLED for (int c = 0; c < SLAB; c++) column[c] =
-                loaded<Words>(values + word * VALUE_DIM + (slab + c) * LANES);
-            UNROLLED for (int q = 0; q < STRIP; q++) {
-                const Words row = Words{} + loaded<uint32_t>(weights[q] + IN_WORD * word);
-                UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] = added(sums[q][c], column[c], row);
-            }
-        }
+        multiply(weights, TILE / IN_WORD, values + first, VALUE_DIM, columns / IN_WORD, sums);
         UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++) {
-            float* sum = strip.sums[q] + (slab + c) * LANES;
+            float* sum = strip.sums[q] + first + c * LANES;
             store(sum, fused(all(kept[q]), loaded<Singles>(sum), sums[q][c]));
         }
     }

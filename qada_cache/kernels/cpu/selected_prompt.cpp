@@ -1,9 +1,9 @@
 // Selected attention of a prompt's queries, one KV head at a time: what `selected_prompt.py` says, which builds this
 // file, in the macros of prompt.h and its own.
 //
-// A block of queries of one head meets its near keys, then the codes of the far ones from the newest on. One product
-// has a word of dimensions, four bytes or two shorts, of a vector of keys. A query's scores are powers of two, less the
-// one of all near keys together (`Block::base`), so that sums neither vanish nor overflow.
+// A block of queries of one head meets its near keys, then the codes of the far ones from the newest on. A word has
+// four dimensions of a key. A query's scores are powers of two, less the one of all near keys together (`Block::base`),
+// so that sums neither vanish nor overflow.
 
 #include <vector>
 
@@ -11,17 +11,15 @@
 
 namespace {
 
-// `selected_prompt.py` defines SEGMENT, BLOCK, LEVELS, and ROTATED, the channels that are rotated together.
-static_assert(SEGMENT % CHUNK == 0 && BLOCK % STRIP == 0 && LEVELS < 128);
-#if defined(MULTIPLIES_BYTES)
+// `selected_prompt.py` defines SEGMENT, BLOCK, and ROTATED, the channels that are rotated together.
+static_assert(SEGMENT % CHUNK == 0 && BLOCK % STRIP == 0);
 using Code = std::conditional_t<QUERY_SIGNED, int8_t, uint8_t>;  // of a query
-#else
-using Code = int16_t;
-#endif
-constexpr int CODE_BYTES = sizeof(Code), ZERO = std::is_signed_v<Code> ? 0 : LEVELS + 1;  // of a query's codes
+constexpr int ZERO = QUERY_SIGNED ? 0 : LEVELS;
 constexpr int STRIPS = BLOCK / STRIP;
-constexpr int CODE_WORDS = DIM * CODE_BYTES / 4;
+constexpr int CODE_WORDS = DIM / 4;
+constexpr int AT_ONCE = TOGETHER == 1 ? VECTORS : 1;  // vectors of keys whose scores are estimated, as registers hold
 constexpr int PARTS = SEGMENT / LANES;  // vectors of a segment's keys
+constexpr int WIDTH = (DIM + VALUE_DIM + 15) / 16 * 16;  // of covariances: zeros behind
 constexpr float FLAT = 1e-6;  // a variance of scores below is rounding, and values follow nothing
 constexpr float MOST = 100;  // a key of a score beyond is always read
 
@@ -33,8 +31,8 @@ struct Call {
     const uint32_t* codes;  // [segments, CODE_WORDS, SEGMENT], signed
     const int32_t* corrections;  // [segments, SEGMENT]: -ZERO times a code's sum
     const float* steps;  // [segments, SEGMENT]: of codes
-    const float* means;  // [blocks, DIM + VALUE_DIM], of far keys and their values
-    const float* covariances;  // [blocks, DIM, DIM + VALUE_DIM], of far keys with these
+    const float* means;  // [blocks, WIDTH], of far keys and their values
+    const float* covariances;  // [blocks, DIM, WIDTH], of far keys with these
     int64_t* read;  // to which the pairs of a query and a far key that were read are added
     int64_t query_head, query_token, key_token, value_token, out_head, out_token;  // strides, in numbers
     int64_t group, queries, tokens, start, first, window;
@@ -60,39 +58,52 @@ struct Block {
     std::vector<int64_t> chosen;
 };
 
-// What keys' codes are of: Hadamard blocks.
-void rotate(float* state) {
+// What keys' codes are of: Hadamard blocks, of all queries at once.
+void rotate(float (*states)[BLOCK]) {
     for (int half = 1; half < ROTATED; half *= 2)
         for (int first = 0; first < DIM; first += 2 * half)
-            for (int each = first; each < first + half; each++) {
-                const float one = state[each], other = state[each + half];
-                state[each] = one + other, state[each + half] = one - other;
-            }
-    for (int d = 0; d < DIM; d++) state[d] *= 1 / std::sqrt(float(ROTATED));
+            for (int each = first; each < first + half; each++)
+                for (int q = 0; q < BLOCK; q++) {
+                    const float one = states[each][q], other = states[each + half][q];
+                    states[each][q] = one + other, states[each + half][q] = one - other;
+                }
+    for (int d = 0; d < DIM; d++)
+        for (int q = 0; q < BLOCK; q++) states[d][q] *= 1 / std::sqrt(float(ROTATED));
 }
 
-// A query's code, from its state, which is rotated.
-void encode(Block& block, int q, float* state, float scaling) {
-    rotate(state);
-    float most = std::numeric_limits<float>::min();
-    for (int d = 0; d < DIM; d++) most = std::max(most, std::abs(state[d]));
-    Code code[DIM];
-    for (int d = 0; d < DIM; d++) code[d] = ZERO + (int)std::nearbyint(state[d] * (LEVELS / most));
-    std::memcpy(block.query_codes[q], code, sizeof code);
-    block.query_steps[q] = most / LEVELS * scaling;
+// The queries' codes, from their states, which are rotated.
+void encode(Block& block, float (*states)[BLOCK], float scaling) {
+    rotate(states);
+    float most[BLOCK], finer[BLOCK];
+    std::fill_n(most, BLOCK, std::numeric_limits<float>::min());
+    for (int d = 0; d < DIM; d++)
+        for (int q = 0; q < BLOCK; q++) most[q] = std::max(most[q], std::abs(states[d][q]));
+    for (int q = 0; q < BLOCK; q++) finer[q] = LEVELS / most[q], block.query_steps[q] = most[q] / LEVELS * scaling;
+    for (int d = 0; d < DIM; d++) {
+        Code codes[BLOCK];
+        for (int q = 0; q < BLOCK; q++) codes[q] = ZERO + (int)std::nearbyint(states[d][q] * finer[q]);
+        for (int q = 0; q < BLOCK; q++) ((Code*)block.query_codes[q])[d] = codes[q];
+    }
 }
 
-// A query's line of regression, of values on scores: covariance over variance.
-void regress(Block& block, int q, const float* state, const float* mean, const float* covariances, float scaling) {
-    constexpr int WIDTH = DIM + VALUE_DIM;
-    alignas(64) float along[WIDTH] = {};
-    for (int i = 0; i < DIM; i++)
-        for (int d = 0; d < WIDTH; d++) along[d] += state[i] * covariances[i * WIDTH + d];
-    float variance = 0, score = 0;
-    for (int d = 0; d < DIM; d++) variance += along[d] * state[d], score += mean[d] * state[d];
-    const float slope = scaling * scaling * variance > FLAT ? 1 / (scaling * variance) : 0;
-    for (int d = 0; d < VALUE_DIM; d++) block.slopes[q][d] = along[DIM + d] * slope;
-    block.mean_scores[q] = scaling * score;
+// Lines of regression of a strip's queries, from their states, of values on scores: covariance over variance.
+void regress(Block& block, int strip, const float (*states)[DIM], const float* mean, const float* covariances,
+             float scaling) {
+    constexpr int SLAB = find_slab(WIDTH / LANES);
+    alignas(64) float along[STRIP][WIDTH];
+    for (int first = 0; first < WIDTH; first += SLAB * LANES) {
+        Singles sums[STRIP][SLAB];
+        multiply<SLAB, false>(states, DIM, covariances + first, WIDTH, DIM, sums);
+        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++)
+            store(along[q] + first + c * LANES, sums[q][c]);
+    }
+    for (int q = 0; q < STRIP; q++) {
+        float variance = 0, score = 0;
+        for (int d = 0; d < DIM; d++) variance += along[q][d] * states[q][d], score += mean[d] * states[q][d];
+        const float slope = scaling * scaling * variance > FLAT ? 1 / (scaling * variance) : 0;
+        for (int d = 0; d < VALUE_DIM; d++) block.slopes[strip * STRIP + q][d] = along[q][DIM + d] * slope;
+        block.mean_scores[strip * STRIP + q] = scaling * score;
+    }
 }
 
 // 2 to the power of `x`, 0 beyond 128: the number that has `x` in its bits, as exponent and fraction. It is off by 4%
@@ -102,24 +113,34 @@ INLINED Singles about_power_of_two(Singles x) {
     return (Singles)not_negative(to_nearest(fused(x, all(ONE), all((127 - LESS) * ONE))));
 }
 
-// Estimated scores of a strip and a chunk of a segment's keys, from `first` on, to `scores`; which keys reach the cut,
-// to `asked`.
+// Adds to `sums` the products of so many words of a strip's codes and keys'.
+template <int COUNT>
+INLINED void add_codes(Singles (*sums)[AT_ONCE], const uint32_t (*queries)[CODE_WORDS], const uint32_t* codes) {
+    Words columns[AT_ONCE][COUNT];
+    UNROLLED for (int c = 0; c < AT_ONCE; c++) UNROLLED for (int word = 0; word < COUNT; word++) columns[c][word] =
+        loaded<Words>(codes + word * SEGMENT + c * LANES);
+    UNROLLED for (int q = 0; q < STRIP; q++) {
+        Words row[COUNT];
+        UNROLLED for (int word = 0; word < COUNT; word++) row[word] = Words{} + queries[q][word];
+        UNROLLED for (int c = 0; c < AT_ONCE; c++) sums[q][c] = added_codes<COUNT>(sums[q][c], row, columns[c]);
+    }
+}
+
+// Estimated scores of a strip and some of a segment's keys, AT_ONCE vectors from `first` on, to `scores`; which keys
+// reach the cut, to `asked`.
 INLINED void estimate(Block& block, int strip, const Call& call, int64_t segment, int first, Marks* asked) {
     const uint32_t* codes = call.codes + segment * CODE_WORDS * SEGMENT + first;
-    Singles sums[STRIP][VECTORS];  // integers
-    UNROLLED for (int c = 0; c < VECTORS; c++) {
+    Singles sums[STRIP][AT_ONCE];  // integers
+    UNROLLED for (int c = 0; c < AT_ONCE; c++) {
         const Singles correction = loaded<Singles>(call.corrections + segment * SEGMENT + first + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) sums[q][c] = correction;
     }
-    for (int word = 0; word < CODE_WORDS; word++) {
-        Words column[VECTORS];
-        UNROLLED for (int c = 0; c < VECTORS; c++) column[c] = loaded<Words>(codes + word * SEGMENT + c * LANES);
-        UNROLLED for (int q = 0; q < STRIP; q++) {
-            const Words row = Words{} + block.query_codes[strip * STRIP + q][word];
-            UNROLLED for (int c = 0; c < VECTORS; c++) sums[q][c] = added_codes(sums[q][c], row, column[c]);
-        }
-    }
-    UNROLLED for (int c = 0; c < VECTORS; c++) {
+    constexpr int REST = CODE_WORDS % TOGETHER, WHOLE = CODE_WORDS - REST;
+    const uint32_t* query = block.query_codes[strip * STRIP];
+    const auto from = [&](int word) { return (const uint32_t (*)[CODE_WORDS])(query + word); };
+    for (int word = 0; word < WHOLE; word += TOGETHER) add_codes<TOGETHER>(sums, from(word), codes + word * SEGMENT);
+    if constexpr (REST > 0) add_codes<REST>(sums, from(WHOLE), codes + WHOLE * SEGMENT);
+    UNROLLED for (int c = 0; c < AT_ONCE; c++) {
         const Singles step = loaded<Singles>(call.steps + segment * SEGMENT + first + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) {
             const int query = strip * STRIP + q;
@@ -157,7 +178,7 @@ void scan(Block& block, const Call& call, int64_t stop) {
         if ((segments - 1 - segment) % (TILE / SEGMENT) == 0)
             for (int q = 0; q < BLOCK; q++) block.cut[q] = std::min(MOST, std::log2(sum_of(block.met[q])) + share);
         Marks asked[PARTS] = {};
-        for (int first = 0; first < SEGMENT; first += CHUNK)
+        for (int first = 0; first < SEGMENT; first += AT_ONCE * LANES)
             for (int strip = 0; strip < STRIPS; strip++)
                 estimate(block, strip, call, segment, first, asked + first / LANES);
         for (int q = 0; q < BLOCK; q++) {
@@ -200,29 +221,34 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
     const int64_t start = index * BLOCK, count = std::min<int64_t>(BLOCK, call.queries - start);
     const int64_t stop = far_stop(call, start), end = call.start + start + count;
     const float scaling = call.scaling * LOG2_E;
-    const float* mean = call.means + index * (DIM + VALUE_DIM);
-    for (int q = 0; q < BLOCK; q++) {  // the last one again, where there are fewer
-        const Number* query =
-            call.query + head * call.query_head + (start + std::min<int64_t>(q, count - 1)) * call.query_token;
-        pack_query(query, block.query[q]);
-        alignas(64) float state[DIM];
-        for (int d = 0; d < DIM; d++) state[d] = widen(query[d]);
-        regress(block, q, state, mean, call.covariances + index * DIM * (DIM + VALUE_DIM), scaling);
-        encode(block, q, state, scaling);
+    const float* mean = call.means + index * WIDTH;
+    alignas(64) float states[DIM][BLOCK];
+    for (int strip = 0; strip < STRIPS; strip++) {
+        alignas(64) float own[STRIP][DIM];
+        for (int q = 0; q < STRIP; q++) {  // the last one again, where there are fewer
+            const int64_t at = start + std::min<int64_t>(strip * STRIP + q, count - 1);
+            const Number* query = call.query + head * call.query_head + at * call.query_token;
+            pack_query(query, block.query[strip * STRIP + q]);
+            for (int d = 0; d < DIM; d++) states[d][strip * STRIP + q] = own[q][d] = widen(query[d]);
+        }
+        regress(block, strip, own, mean, call.covariances + index * DIM * WIDTH, scaling);
     }
-    const auto meet_all = [&](const uint32_t* keys, const uint32_t* values, int64_t columns, auto visible) {
-        for (int strip = 0; strip < STRIPS; strip++)
-            meet(
-                block.strips[strip], block.query + strip * STRIP, keys, values,
-                (std::min<int64_t>(columns, TILE) + CHUNK - 1) / CHUNK * CHUNK,
-                [&](int q) { return visible(strip * STRIP + q); }, scaling);
+    encode(block, states, scaling);
+    const auto meet_all = [&](const uint32_t* keys, const uint32_t* values, auto visible) {
+        for (int strip = 0; strip < STRIPS; strip++) {
+            const int64_t most = visible(strip * STRIP + STRIP - 1);
+            if (most > 0)
+                meet(
+                    block.strips[strip], block.query + strip * STRIP, keys, values,
+                    (std::min<int64_t>(most, TILE) + CHUNK - 1) / CHUNK * CHUNK,
+                    [&](int q) { return visible(strip * STRIP + q); }, scaling);
+        }
     };
     for (Strip& strip : block.strips) begin(strip);
     for (int64_t tile = 0; tile < call.first; tile += TILE)
-        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM, call.first - tile,
-                 [&](int) { return call.first - tile; });
+        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM, [&](int) { return call.first - tile; });
     for (int64_t tile = stop; tile < end; tile += TILE)
-        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM, end - tile,
+        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM,
                  [&](int q) { return call.start + std::min(start + q, start + count - 1) + 1 - tile; });
     for (int q = 0; q < BLOCK; q++)
         block.base[q] = block.strips[q / STRIP].peak[q % STRIP] + std::log2(block.strips[q / STRIP].total[q % STRIP]);
@@ -234,7 +260,7 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
             pack_keys(call.key, call.key_token, left - chunk, token, block.keys + chunk * WORDS);
             pack_values(call.value, call.value_token, left - chunk, token, block.values + chunk / IN_WORD * VALUE_DIM);
         }
-        meet_all(block.keys, block.values, left, [&](int) { return left; });
+        meet_all(block.keys, block.values, [&](int) { return left; });
     }
     for (int64_t q = 0; q < count; q++) write(block, call, mean + DIM, head, start + q, q);
 #pragma omp atomic
@@ -262,8 +288,9 @@ void attend(const Call& call) {
 extern "C" int64_t call_size() { return sizeof(Call); }
 
 // How codes are to be given.
-extern "C" int code_bytes() { return CODE_BYTES; }
+extern "C" int code_levels() { return LEVELS; }
 extern "C" int code_zero() { return ZERO; }
+extern "C" int code_words() { return QUERY_SIGNED ? 1 : TOGETHER; }  // whose products are to have a sum of 16 bits
 
 extern "C" int prompt_attention(const Call* call) try {
     attend(*call);

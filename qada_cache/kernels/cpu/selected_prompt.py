@@ -6,7 +6,8 @@ an even share of what the query has met: near keys and, from the newest on, tile
 their estimated mass, with values on the line of regression, as in decoding (`sketch/selection.py`).
 
 Estimates of scores are products of bytes. A prompt is bound by arithmetic, and 8 bits cost no more than the sketch's
-few: keys less the mean of their segment, and queries, rotated and rounded to 127 levels of their own largest number.
+few: keys less the mean of their segment, and queries, rotated and rounded to 127 levels of their own largest number;
+to 63 where the processor sums products in 16 bits, faster than it would more exact ones in 32.
 Nothing that a query is told comes from later tokens.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...sketch import rotate
 from ...sketch.coded import find_block
@@ -27,9 +29,8 @@ from .addresses import find_address
 SOURCE = Path(__file__).with_name("selected_prompt.cpp")
 SEGMENT = 64  # keys that share a centre, as many as a chunk of prompt.h
 BLOCK = 66  # queries that read together, a multiple of a strip of prompt.h
+MOST_SUM = 2**15 - 1
 FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
-LEVELS = 127  # of a code, either way
-CODES = {1: torch.int8, 2: torch.int16}  # of keys, by their bytes: not every processor multiplies what has 8 bits
 
 
 class Call(ctypes.Structure):
@@ -53,7 +54,7 @@ def serves(query: Tensor, value: Tensor) -> bool:
 
 def define_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
-    ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "LEVELS": LEVELS, "ROTATED": find_block(dim)}
+    ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "ROTATED": find_block(dim)}
     return *prompt.define(dim, value_dim, dtype), *(f"-D{name}={value}" for name, value in ours.items())
 
 
@@ -145,22 +146,21 @@ def _attend_to_head(
     far = slice(first, first + int(counts[-1]) * SEGMENT)
     keys, values = (part[far].unflatten(0, (-1, SEGMENT)).float() for part in (key, value))
     centres = keys.mean(dim=1).to(key.dtype)
-    codes, steps = _round(keys - centres.float().unsqueeze(1))
     kernel = build_selecting(dim, value_dim, key.dtype)
     assert kernel is not None
-    code = CODES[kernel.code_bytes()]
-    words = codes.to(code).view(torch.int32).transpose(1, 2).contiguous()
+    codes, steps = _round(keys - centres.float().unsqueeze(1), kernel.code_levels(), kernel.code_words())
+    words = codes.to(torch.int8).view(torch.int32).transpose(1, 2).contiguous()
     corrections = (-kernel.code_zero() * codes.sum(dim=-1)).to(torch.int32)
     far_pairs = query.shape[0] * int((counts * SEGMENT * (start + queries - starts).clamp_max(BLOCK)).sum())
     means, covariances = _average(keys, values, counts)
-    read, segments, blocks, both = torch.zeros_like(counts[0]), len(keys), len(counts), dim + value_dim
+    read, segments, blocks, both = torch.zeros_like(counts[0]), len(keys), len(counts), means.shape[1]
     addresses = (
         find_address("query", query, key.dtype, (*query.shape[:2], dim), packed=1),
         find_address("key", key, prompt.NUMBERS, (tokens, dim), packed=1),
         find_address("value", value, key.dtype, (tokens, value_dim), packed=1),
         find_address("out", out, prompt.OUT, (*query.shape[:2], value_dim), packed=1),
         find_address("centres", centres, key.dtype, (segments, dim)),
-        find_address("codes", words, torch.int32, (segments, dim * code.itemsize // 4, SEGMENT)),
+        find_address("codes", words, torch.int32, (segments, dim // 4, SEGMENT)),
         find_address("corrections", corrections, torch.int32, (segments, SEGMENT)),
         find_address("steps", steps, torch.float32, (segments, SEGMENT)),
         find_address("means", means, torch.float32, (blocks, both)),
@@ -177,21 +177,28 @@ def _attend_to_head(
     return far_pairs - int(read)
 
 
-def _round(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers and steps of rotated vectors `[..., dim]`, float32."""
+def _round(vectors: Tensor, levels: int, words: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers, up to `levels` either way, and steps of rotated vectors `[..., dim]`, float32. Products of the
+    pairs of `words` words and of numbers from 0 to `2 * levels` have a sum of 16 bits, if there are several."""
     rotated = rotate(vectors, find_block(vectors.shape[-1]))
-    steps = rotated.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
-    return torch.round(rotated / steps.unsqueeze(-1)), steps
+    sizes = rotated.abs()
+    steps = sizes.amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / levels
+    if words > 1:
+        channels = torch.arange(rotated.shape[-1], dtype=torch.int64, device="cpu")
+        summed = functional.one_hot(channels // (4 * words) * 2 + channels % 4 // 2).float()
+        most = (sizes @ summed + (rotated @ summed).abs()).amax(dim=-1) / 2  # of those of one sign
+        steps = torch.maximum(steps, most / (MOST_SUM // (2 * levels) - words))  # each is rounded up by half of one
+    return rotated.div_(steps.unsqueeze(-1)).round_(), steps
 
 
 def _average(keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Means `[blocks, dim + value_dim]` of the first `counts` segments of keys and values `[segments, tokens, dim or
-    value_dim]`, and covariances of keys with both, `[blocks, dim, dim + value_dim]`."""
+    """Means `[blocks, width]` of the first `counts` segments of keys and values `[segments, tokens, dim or value_dim]`,
+    and covariances of keys with both, `[blocks, dim, width]`: `dim + value_dim`, and zeros up to a multiple of 16."""
     centre = keys[0].mean(dim=0)  # what is far from it would be lost in its square
     keys, tokens, dim = keys - centre, counts * SEGMENT, keys.shape[2]
-    both = torch.cat([keys, values], dim=2)
+    both = functional.pad(torch.cat([keys, values], dim=2), (0, -(dim + values.shape[2]) % 16))
     sums, squares = (_accumulate(part)[counts - 1] for part in (both.sum(dim=1), torch.matmul(keys.mT, both)))
-    means, squares = sums / tokens[:, None], squares / tokens[:, None, None]
+    means, squares = sums.div_(tokens[:, None]), squares.div_(tokens[:, None, None])
     squares -= means[:, :dim, None] * means[:, None]
     means[:, :dim] += centre
     return means, squares
