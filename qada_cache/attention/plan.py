@@ -79,7 +79,8 @@ def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operan
     bulk, sketch, options, counters = store.bulk, store.sketch, layer.options, layer.counters
     # Criteria that compare no masses need a finite threshold.
     cut = logit(options.threshold) if options.criterion in ("gaussian", "oracle") else 0.0
-    found = Operands(store.near_keys, store.near_values, bulk.keys, bulk.values, cut)
+    near, far = (store.near_keys, store.near_values), (bulk.keys, bulk.values)
+    found = Operands(near[0], store.find_values(*near), far[0], store.find_values(*far), cut)
     found.group_rule, found.token_threshold = options.group_rule, options.token_threshold
     if sketch is not None and (sketch.in_use or not by_kernel):
         found.sketch = sketch.tensors
@@ -95,7 +96,9 @@ def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operan
 
 
 def find_kernel(layer: Asker, store: TokenStore, states: Tensor) -> Callable | None:
-    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`."""
+    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`; none reads values off keys."""
+    if store.shared_dim:
+        return None
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
     sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects

@@ -29,7 +29,7 @@ from ..state.layer import QAdALayer
 from ..versions import find_missing
 from .differential import DifferentialLayer
 from .indexed import IndexedLayer
-from .latent import LatentLayer, read_everything
+from .latent import LatentLayer, read_everything, reads_everything
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def make_layer(shared: Shared, index: int) -> QAdALayer:
 def resolve_options(options: Options, managed: ManagedModel) -> Options:
     """These options with the moments that they ask for, loaded or collected if they are needed. Errors are those of
     `resolve_moments`, a ValueError: moments or static heads are not of this model, or those of `read_everything`."""
-    if managed.latents is not None:
+    if managed.latents is not None and reads_everything(options, managed.config):
         return read_everything(options, managed.model_type)
     used = options.criterion == "gaussian" and bool(managed.layers)
     current, other = resolve_moments(
@@ -153,7 +153,7 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
     """Whether a model with these resolved options decodes a bulk in few bits as fast as another: tokens are selected by
     a sketch in the metric of the queries, and the kernel for CPUs computes it all."""
     model, config = managed.get(), managed.config
-    if model is None or not options.selects_tokens or options.query_energies is None:
+    if model is None or managed.latents or not options.selects_tokens or options.query_energies is None:
         return False
     named = dict(model.named_parameters())
     plain = getattr(config, "attn_logit_softcapping", None) is None and not any(

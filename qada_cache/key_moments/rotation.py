@@ -20,7 +20,8 @@ from ..models import find_full_attention_config
 from ..models.sharding import UNSHARDED, HeadShard
 from .observing import read_keys
 
-LAYOUTS = ("half", "interleaved")
+LAST = " at the end"
+LAYOUTS = ("half", "interleaved", f"half{LAST}", f"interleaved{LAST}")
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
@@ -35,7 +36,9 @@ class Rotation:
 
     dim: int  # of a key
     frequencies: tuple[float, ...] = ()  # radians per position of each pair; the first `2 * len(frequencies)` dims turn
-    layout: str = "half"  # dim `i` is paired with dim `i + len(frequencies)`; "interleaved": dim `2i` with `2i + 1`
+    # Dim `i` is paired with dim `i + len(frequencies)`; "interleaved": dim `2i` with `2i + 1`; "at the end": of the last
+    # `2 * len(frequencies)` dims.
+    layout: str = "half"
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -50,7 +53,9 @@ class Rotation:
         frequency = torch.zeros(self.dim, dtype=torch.float64, device="cpu")
         partner = torch.arange(self.dim, dtype=torch.int64, device="cpu")
         pair = torch.arange(pairs := len(self.frequencies), dtype=torch.int64, device="cpu")
-        one, other = (pair, pair + pairs) if self.layout == "half" else (2 * pair, 2 * pair + 1)
+        one, other = (pair, pair + pairs) if self.layout.startswith("half") else (2 * pair, 2 * pair + 1)
+        if self.layout.endswith(LAST):
+            one, other = one + self.dim - 2 * pairs, other + self.dim - 2 * pairs
         frequency[other] = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
         frequency[one] = -frequency[other]
         partner[one], partner[other] = other, one
