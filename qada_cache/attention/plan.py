@@ -96,14 +96,15 @@ def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operan
 
 
 def find_kernel(layer: Asker, store: TokenStore, states: Tensor) -> Callable | None:
-    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`; none reads values off keys."""
-    if store.shared_dim:
+    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`. Triton's takes no values off keys."""
+    if store.shared_dim and not states.is_cpu:
         return None
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
     sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
     layout = sketch.layout if sketch is not None and sketch.in_use else None
-    call = states[:, :, :1], bulk.keys, bulk.values, options.criterion, options.kernels
+    values = store.find_values(bulk.keys, bulk.values)
+    call = states[:, :, :1], bulk.keys, values, options.criterion, options.kernels
     return choice.choose_kernel(*call, layout=layout, records=records, turn=states.shape[2] > 1)
 
 

@@ -57,10 +57,13 @@ def supports(
     """Whether `fused_decode` computes such calls (arguments as for `choice.choose_kernel`), its build included."""
     grouped_queries = query.reshape(query.shape[0], bulk_keys.shape[1], -1, query.shape[3])
     sizes = query.shape[3], bulk_values.shape[3], grouped_queries.shape[2]
+    shared, beside = cpu.is_shared(bulk_keys, bulk_values), records.tensor.shape[2] if records else 0
     return (
         criterion != "oracle"  # which needs every score
-        and cpu.supports(grouped_queries, bulk_keys, bulk_values, records.tensor.shape[2] if records else 0)
-        and cpu.build(query.dtype, *sizes, records.layout if records else None) is not None
+        and cpu.supports_sizes(query.dtype, *sizes)
+        and cpu.supports(grouped_queries, bulk_keys, bulk_keys if shared else bulk_values, beside)
+        and not (shared and records)
+        and cpu.build(query.dtype, *sizes, records.layout if records else None, shared=shared) is not None
     )
 
 
@@ -110,17 +113,21 @@ class BoundStep:
             views["record_weights"] = records.weights[None]
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
+        near, bulk = (layer.near_keys, layer.near_values), (layer.bulk_keys, layer.bulk_values)
+        shared = cpu.is_shared(*near) and cpu.is_shared(*bulk)
         for name, tensor in buffers.items():  # the tokens of a head lie one after the other
-            setattr(decode, name, find_view(name, tensor, states.dtype, tensor.shape, packed=2))
+            packed = 1 if shared and name.endswith("values") else 2
+            setattr(decode, name, find_view(name, tensor, states.dtype, tensor.shape, packed=packed))
         self._log_bulk = decode.log_bulk  # a view of its fields
-        kernels = cpu.build(states.dtype, states.shape[3], value_dim, group, records.layout if records else None)
+        sizes = states.shape[3], value_dim, group
+        kernels = cpu.build(states.dtype, *sizes, records.layout if records else None, shared=shared)
         assert kernels is not None
         check_size(Decode, kernels.decode_size(), cpu.SOURCE)
         self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(decode))
         self._out = (*states.shape[:3], value_dim)
         self._flags = (FLAGS, states.shape[0], layer.kv_heads, group, 1)
         self._unused: list[Tensor] = []  # of so many calls
-        near = layer.near_keys, layer.near_values
+        near = near[:1] if shared else near
         self._new = [(part.dtype, (len(states), layer.kv_heads, 1, part.shape[3])) for part in near]
 
     def compute(self, query: Query, rows: Rows) -> tuple[Tensor, Tensor]:
