@@ -84,7 +84,8 @@ def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[
 
 def make_cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]:
     """Of `QAdACache`, for a way that it decides by."""
-    options = {"group_rule": way.rule, "moments": "current", "kernels": "auto", "token_threshold": 0.0}
+    options = {"criterion": "gaussian", "group_rule": way.rule, "moments": "current", "kernels": "auto"}
+    options |= {"token_threshold": 0.0}
     options |= find_token_options(way.read)
     if way.criterion == "dense" and way.read.startswith(OWN):
         way = replace(way, criterion="qada", threshold=NEARLY_ONE)

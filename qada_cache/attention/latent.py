@@ -43,27 +43,31 @@ _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "kernels": ("auto", "torch"),
     "cuda_graph": (None, False),
 }
+# And where heads decide.
+_SELECTED: dict[str, tuple[Any, ...]] = {
+    "bulk_bits": (BULK_BITS,),
+    **{name: _EVERYTHING[name] for name in ("prefill_threshold", "kernels", "cuda_graph")},
+}
 
 # By thread, the layer whose new tokens its module is expanding.
 _expanding: dict[int, "weakref.ref[LatentLayer]"] = {}
 
 
-def reads_everything(options: Options, config: PreTrainedConfig) -> bool:
-    """Whether layers of latents read everything under these options."""
-    import os
-    return has_indexers(config) or options.criterion == "dense" or options.threshold == 1.0 or not os.environ.get("QADA_TRY")
-
-
-def read_everything(options: Options, model_type: str) -> Options:
-    """These options as layers of latents follow them, which read everything: of the criterion "dense".
-    NotImplementedError, if they ask for something else."""
-    for name, allowed in _EVERYTHING.items():
+def resolve_latent_options(options: Options, config: PreTrainedConfig, *, decides: bool) -> Options:
+    """These options as layers of latents follow them. Where no criterion that `decides` was asked for, or an indexer
+    picks tokens, or no head may be local, they read everything: of the criterion "dense". NotImplementedError, if the
+    options ask for something else."""
+    decides = decides and not has_indexers(config) and options.criterion != "dense" and options.threshold < 1.0
+    for name, allowed in (_SELECTED if decides else _EVERYTHING).items():
         value = getattr(options, name)
         if not any(value is one or value == one for one in allowed):
+            does = "selects tokens of" if decides else "reads all tokens of"
             raise NotImplementedError(
-                f"QAdACache reads all tokens of latent attention, which {model_type} has, and {name}={value!r} "
+                f"QAdACache {does} latent attention, which {config.model_type} has, and {name}={value!r} "
                 f"asks for something else: leave out {name}, or give {' or '.join(map(repr, allowed))}"
             )
+    if decides:
+        return options
     return replace(options, criterion="dense", current_moments=False, other_moments=None, query_energies=None)
 
 

@@ -96,7 +96,7 @@ def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operan
 
 
 def find_kernel(layer: Asker, store: TokenStore, states: Tensor) -> Callable | None:
-    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`. Triton's takes no values off keys."""
+    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`. Triton's take no values off keys."""
     if store.shared_dim and not states.is_cpu:
         return None
     bulk, sketch, options = store.bulk, store.sketch, layer.options

@@ -29,7 +29,7 @@ from ..state.layer import QAdALayer
 from ..versions import find_missing
 from .differential import DifferentialLayer
 from .indexed import IndexedLayer
-from .latent import LatentLayer, read_everything, reads_everything
+from .latent import LatentLayer, resolve_latent_options
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +119,14 @@ def make_layer(shared: Shared, index: int) -> QAdALayer:
     return (IndexedLayer if INDEXED in types[index : index + 1] else LatentLayer)(shared, index)
 
 
-def resolve_options(options: Options, managed: ManagedModel) -> Options:
-    """These options with the moments that they ask for, loaded or collected if they are needed. Errors are those of
-    `resolve_moments`, a ValueError: moments or static heads are not of this model, or those of `read_everything`."""
-    if managed.latents is not None and reads_everything(options, managed.config):
-        return read_everything(options, managed.model_type)
+def resolve_options(options: Options, managed: ManagedModel, *, decides: bool = True) -> Options:
+    """These options with the moments that they ask for, loaded or collected if they are needed. Latents are read whole
+    unless a criterion was given that `decides`. Errors are those of `resolve_moments`, a ValueError: moments or static
+    heads are not of this model, or those of `resolve_latent_options`."""
+    if managed.latents is not None:
+        options = resolve_latent_options(options, managed.config, decides=decides)
+        if options.criterion == "dense":
+            return options
     used = options.criterion == "gaussian" and bool(managed.layers)
     current, other = resolve_moments(
         options.moments, model=managed.get(), config=managed.whole_config, used=used, shard=managed.shard

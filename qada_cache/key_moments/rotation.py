@@ -72,7 +72,8 @@ class Rotation:
         """Moments of keys at every position of `first .. first + length - 1`, each key at each position, float64 on
         the CPU; from their mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0."""
         _, partner = self.by_dim
-        cos, sin, cos_cos, cos_sin, sin_sin = _find_means(self, first, length)
+        places, *tables = _find_means(self, first, length)
+        cos, sin, cos_cos, cos_sin, sin_sin = (table[(places[:, None], places)[-table.dim() :]] for table in tables)
         mean = mean.cpu().double()
         second = covariance.cpu().double() + mean[..., :, None] * mean[..., None, :]
         columns = second[..., partner]
@@ -84,16 +85,17 @@ class Rotation:
 
 @lru_cache(maxsize=64)
 def _find_means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
-    """Means over positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` `[dim, dim]`.
-    That of `exp(i n turn)` is of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
-    frequency, _ = rotation.by_dim
-    one, other = frequency.expand(rotation.dim, -1), frequency[:, None]
+    """Of each dim its place `[dim]` among frequencies, as most dims of latents have none; of these, means over positions
+    of `cos`, `sin`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` of every two. That of `exp(i n turn)` is of a
+    geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
+    frequency, places = rotation.by_dim[0].unique(return_inverse=True)
+    one, other = frequency.expand(len(frequency), -1), frequency[:, None]
     turn = torch.stack([one, other - one, other + one])
     half, middle = turn / 2, (first + (length - 1) / 2) * turn
     whole_turns = (half.sin().abs() < 1e-15) | (turn == 0)  # 0/0: the limit is 1
     ratio = torch.where(whole_turns, 1.0, (length * half).sin() / (length * half.sin()))
     (cos, less_cos, more_cos), (sin, less_sin, more_sin) = ratio * middle.cos(), ratio * middle.sin()
-    return cos[0], sin[0], (less_cos + more_cos) / 2, (more_sin - less_sin) / 2, (less_cos - more_cos) / 2
+    return places, cos[0], sin[0], (less_cos + more_cos) / 2, (more_sin - less_sin) / 2, (less_cos - more_cos) / 2
 
 
 def round_length(length: int) -> int:

@@ -94,12 +94,21 @@ def _find_classes(config: PreTrainedConfig) -> list[Any]:
     return [kind for file in files if file is not None for kind in vars(file).values() if has_latents(kind)]
 
 
+def check_tunable(config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError for a decoder whose layers cache latents."""
+    if find_latent_sizes(config) is not None:
+        raise NotImplementedError(
+            f"caches read all tokens of latent attention by default, which {config.model_type} has: there are no "
+            "thresholds to tune"
+        )
+
+
 def check_decides(config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a decoder with layers of latents whose tokens an indexer picks."""
+    """Raise NotImplementedError for a decoder whose tokens an indexer picks."""
     if has_indexers(config):
         raise NotImplementedError(
-            f"QAdACache reads all tokens of latent attention, which {config.model_type} has: nothing is decided, so "
-            "there are no moments to collect and no thresholds to tune"
+            f"an indexer of {config.model_type} picks the tokens that are read: nothing is decided, so there are no "
+            "moments to collect"
         )
 
 

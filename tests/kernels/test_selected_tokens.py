@@ -98,6 +98,16 @@ def test_decided_heads(path: Path, group: int, group_rule: str) -> None:
     assert 0.02 < share(selected) < 0.8
 
 
+@pytest.mark.parametrize("path", [REFERENCE, COMPILED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_in_keys(path: Path, dtype: torch.dtype) -> None:
+    """As latents are: one key for all heads, whose first channels are the value."""
+    sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 64, "shared": True}
+    scene = Scene(bulk=[(257, 5), (39, 9), (63, 0)], dtype=dtype, bits=2, **sizes)
+    decision = {"criterion": "gaussian", "threshold": scene.threshold()}
+    assert 0.02 < share(run(path, scene, token_threshold=scene.token_threshold(0.1), **decision)) < 0.8
+
+
 @EVERY
 def test_from_no_token_to_all(path: Path) -> None:
     for token_threshold, expected in ((1e-30, 1.0), (1e9, 0.0)):

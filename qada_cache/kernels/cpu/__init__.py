@@ -85,16 +85,11 @@ def has_contiguous_rows(tensor: Tensor) -> bool:
     return tensor.stride()[2:] == (tensor.shape[3], 1)
 
 
-def is_shared(key: Tensor, value: Tensor) -> bool:
-    """Whether values `[batch, heads, tokens, value_dim]` are the first channels of the keys, where these lie."""
-    return value.shape[3] < key.shape[3] and value.stride() == key.stride() and value.data_ptr() == key.data_ptr()
-
-
 def define(
     element: str, dim: int, value_dim: int, queries: int, records: RecordLayout | None = None, *, shared: bool = False
 ) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with, `element` being one of `ELEMENTS`; keys and values are `shared` as by
-    `is_shared`."""
+    `operands.is_shared`."""
     values = CONSTANTS | {"DIM": dim, "VALUE_DIM": value_dim, "SHARED": int(shared), "QUERIES": queries}
     bits = (records.key_bits, records.value_bits, records.size) if records else (0, 0, 1)
     values |= dict(zip(("KEY_BITS", "VALUE_BITS", "RECORD_SIZE"), bits, strict=True))

@@ -12,7 +12,7 @@ from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, selection
 from ...sketch.coded import Records
 from .. import cpu
 from ..border import OperandError, check_tensor, describe
-from ..operands import Operands, Query, Rows, check
+from ..operands import Operands, Query, Rows, check, is_shared
 from ..turn import attend_to_turn
 from .addresses import CPU, View, find_view, view
 from .building import check_size
@@ -57,7 +57,7 @@ def supports(
     """Whether `fused_decode` computes such calls (arguments as for `choice.choose_kernel`), its build included."""
     grouped_queries = query.reshape(query.shape[0], bulk_keys.shape[1], -1, query.shape[3])
     sizes = query.shape[3], bulk_values.shape[3], grouped_queries.shape[2]
-    shared, beside = cpu.is_shared(bulk_keys, bulk_values), records.tensor.shape[2] if records else 0
+    shared, beside = is_shared(bulk_keys, bulk_values), records.tensor.shape[2] if records else 0
     return (
         criterion != "oracle"  # which needs every score
         and cpu.supports_sizes(query.dtype, *sizes)
@@ -114,7 +114,7 @@ class BoundStep:
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
         near, bulk = (layer.near_keys, layer.near_values), (layer.bulk_keys, layer.bulk_values)
-        shared = cpu.is_shared(*near) and cpu.is_shared(*bulk)
+        shared = is_shared(*near) and is_shared(*bulk)
         for name, tensor in buffers.items():  # the tokens of a head lie one after the other
             packed = 1 if shared and name.endswith("values") else 2
             setattr(decode, name, find_view(name, tensor, states.dtype, tensor.shape, packed=packed))
