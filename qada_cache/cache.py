@@ -140,7 +140,7 @@ class QAdACache(WatchedCache):
         super().__init__(config=text_config)
         managed = support.describe_model(model, config, ours := find_served_layers(self, text_config))
         tuned_choice.check_left_out(options)
-        options = support.resolve_options(options, managed, decides=criterion is not None)
+        options = support.resolve_options(options, managed, chosen=criterion is not None)
         options = support.choose_bits(options, managed) if bulk_bits is None else options
         self._shared = Shared(tuned_choice.apply_tuned(options, managed, left_open), managed)
         self._bar, self._decode_graph = ReadingBar(), make_graph(options, managed)
@@ -217,7 +217,9 @@ class QAdACache(WatchedCache):
                     "was laid out by it: build another QAdACache and read the prompt again"
                 )
         tuned = self.options.tuned and not options.keys() & set(CONDITIONS)
-        decided = support.resolve_options(replace(self.options, **options, tuned=tuned), self._shared.model)
+        chosen = "criterion" in options or self.options.criterion != "dense"
+        decided = replace(self.options, **options, tuned=tuned)
+        decided = support.resolve_options(decided, self._shared.model, chosen=chosen)
         twin = copy.deepcopy(self)
         twin._shared.options = decided
         twin._decode_graph = make_graph(decided, twin._shared.model)

@@ -32,33 +32,34 @@ from ..storage.coded_bulk import CodedBulk
 PROBED = 4  # tokens of a module's first call, whose keys and values are made again
 QUANTISED = 0.05  # tolerance for modules that may round what they are given, by all of it
 
-# Options that say what is read, or how, and what they may be where everything is read.
+# What options may be that say how tokens are laid out and read, and by what.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bulk_bits": (BULK_BITS, *RUNGS),
+    "prefill_threshold": (0.0,),
+    "kernels": ("auto", "torch"),
+    "cuda_graph": (None, False),
+}
+_SELECTED = {**_PLAIN, "bulk_bits": (BULK_BITS,)}  # where heads decide
+# Where everything is read because nothing else was asked for.
 _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "threshold": (THRESHOLD, 1.0),
     "criterion": ("gaussian", "dense"),
     "token_threshold": (TOKEN_THRESHOLD, 0.0),
-    "bulk_bits": (BULK_BITS, *RUNGS),
-    "prefill_threshold": (0.0,),
     "audit_every": (0,),
-    "kernels": ("auto", "torch"),
-    "cuda_graph": (None, False),
-}
-# And where heads decide.
-_SELECTED: dict[str, tuple[Any, ...]] = {
-    "bulk_bits": (BULK_BITS,),
-    **{name: _EVERYTHING[name] for name in ("prefill_threshold", "kernels", "cuda_graph")},
+    **_PLAIN,
 }
 
 # By thread, the layer whose new tokens its module is expanding.
 _expanding: dict[int, "weakref.ref[LatentLayer]"] = {}
 
 
-def resolve_latent_options(options: Options, config: PreTrainedConfig, *, decides: bool) -> Options:
-    """These options as layers of latents follow them. Where no criterion that `decides` was asked for, or an indexer
-    picks tokens, or no head may be local, they read everything: of the criterion "dense". NotImplementedError, if the
-    options ask for something else."""
-    decides = decides and not has_indexers(config) and options.criterion != "dense" and options.threshold < 1.0
-    for name, allowed in (_SELECTED if decides else _EVERYTHING).items():
+def resolve_latent_options(options: Options, config: PreTrainedConfig, *, chosen: bool) -> Options:
+    """These options as layers of latents follow them. Heads decide if the criterion was `chosen`, is not "dense", and
+    no indexer picks tokens; else all are read, of the criterion "dense". NotImplementedError, if the options ask for
+    something else."""
+    chosen = chosen and not has_indexers(config)
+    decides = chosen and options.criterion != "dense" and options.threshold < 1.0
+    for name, allowed in (_SELECTED if decides else _PLAIN if chosen else _EVERYTHING).items():
         value = getattr(options, name)
         if not any(value is one or value == one for one in allowed):
             does = "selects tokens of" if decides else "reads all tokens of"

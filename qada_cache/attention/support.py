@@ -119,12 +119,12 @@ def make_layer(shared: Shared, index: int) -> QAdALayer:
     return (IndexedLayer if INDEXED in types[index : index + 1] else LatentLayer)(shared, index)
 
 
-def resolve_options(options: Options, managed: ManagedModel, *, decides: bool = True) -> Options:
-    """These options with the moments that they ask for, loaded or collected if they are needed. Latents are read whole
-    unless a criterion was given that `decides`. Errors are those of `resolve_moments`, a ValueError: moments or static
+def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) -> Options:
+    """These options with the moments that they ask for, loaded or collected if they are needed. Latents are read
+    whole unless another criterion was `chosen`. Errors are those of `resolve_moments`, a ValueError: moments or static
     heads are not of this model, or those of `resolve_latent_options`."""
     if managed.latents is not None:
-        options = resolve_latent_options(options, managed.config, decides=decides)
+        options = resolve_latent_options(options, managed.config, chosen=chosen)
         if options.criterion == "dense":
             return options
     used = options.criterion == "gaussian" and bool(managed.layers)

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache, profile, tuning
-from qada_cache.attention import latent
-from qada_cache.attention.latent import LatentAttention
+from qada_cache.attention import latent_attention
+from qada_cache.attention.latent_attention import LatentAttention
 from qada_cache.kernels.operands import Query
 from qada_cache.kernels.reference import TOLERANCE
 from qada_cache.versions import pass_cache
@@ -32,8 +32,8 @@ def test_turns_of_padded_rows(
     model: PreTrainedModel, how: str, offloaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the bulk lies on the device or not, cached tokens are expanded in blocks, or not at all."""
-    monkeypatch.setattr(latent, "EXPANDED", 1)
-    monkeypatch.setattr(latent, "MIN_BLOCK", 7)
+    monkeypatch.setattr(latent_attention, "EXPANDED", 1)
+    monkeypatch.setattr(latent_attention, "MIN_BLOCK", 7)
     found = note_ways(monkeypatch, how)
     ids, mask = prompt(sum(SPLIT), 131)
     wanted = forced(model, ids, SPLIT, dynamic(model), mask)
