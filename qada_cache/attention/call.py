@@ -206,6 +206,7 @@ def _compute(asker: Asker, store: TokenStore, call: Call, asked: Query, config: 
         # Without a mask only these know that a prompt is causal, and a mask of another shape is theirs to read.
         known = config._attn_implementation == "sdpa" and (call.mask is None or call.mask.dim() == 4)
         return attend_to_prompt(asker, asked, call.key, call.value) if known else None
+    work: Callable[[], Tensor]
     if call.exact:
         work = partial(attend_exactly, asker, store, asked, call.key, call.value)
     else:

@@ -165,7 +165,9 @@ class LatentLayer(QAdALayer):
             nope = key.shape[3] - self.sizes.rope
             by = read_projections(module, self.sizes, key.shape[1], nope)
             wide = latent.to(by.keys.dtype)
-            made = [add_bias(wide @ part.mT, bias) for part, bias in ((by.keys, by.key_bias), (by.values, by.value_bias))]
+            made = [
+                add_bias(wide @ part.mT, bias) for part, bias in ((by.keys, by.key_bias), (by.values, by.value_bias))
+            ]
             self.reads_weight = _is_alike((made[0], made[1]), (wanted[0][..., :nope], wanted[1]), None)
         self.checked = weakref.ref(module)
 

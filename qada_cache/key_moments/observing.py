@@ -34,8 +34,9 @@ def read_keys(
     found, sizes = {}, find_latent_sizes(config)
     for index in find_full_attention_layers(cache):
         keys = getattr(cache.layers[index], "keys", None)
-        if sizes is not None:  # latents, and rotary channels
-            keys = torch.cat((keys, cache.layers[index].values), dim=-1)
+        rotary = getattr(cache.layers[index], "values", None)  # beside latents
+        if sizes is not None and keys is not None and rotary is not None:
+            keys = torch.cat((keys, rotary), dim=-1)
         if keys is None or keys.dim() != 4:
             raise ValueError(
                 f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "

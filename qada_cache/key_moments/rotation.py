@@ -36,8 +36,8 @@ class Rotation:
 
     dim: int  # of a key
     frequencies: tuple[float, ...] = ()  # radians per position of each pair; the first `2 * len(frequencies)` dims turn
-    # Dim `i` is paired with dim `i + len(frequencies)`; "interleaved": dim `2i` with `2i + 1`; "at the end": of the last
-    # `2 * len(frequencies)` dims.
+    # Dim `i` is paired with dim `i + len(frequencies)`; "interleaved": dim `2i` with `2i + 1`; "at the end": those are
+    # of the last `2 * len(frequencies)` dims.
     layout: str = "half"
 
     def __post_init__(self) -> None:
@@ -85,9 +85,9 @@ class Rotation:
 
 @lru_cache(maxsize=64)
 def _find_means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
-    """Of each dim its place `[dim]` among frequencies, as most dims of latents have none; of these, means over positions
-    of `cos`, `sin`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` of every two. That of `exp(i n turn)` is of a
-    geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
+    """Of each dim its place `[dim]` among frequencies, as most dims of latents have none; of these, means over
+    positions of `cos`, `sin`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` of every two. That of `exp(i n
+    turn)` is of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
     frequency, places = rotation.by_dim[0].unique(return_inverse=True)
     one, other = frequency.expand(len(frequency), -1), frequency[:, None]
     turn = torch.stack([one, other - one, other + one])

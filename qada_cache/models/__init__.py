@@ -61,8 +61,8 @@ def _list_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def list_sizes(config: PreTrainedConfig) -> list[tuple[int, int, int]]:
-    """`(heads, kv_heads, dim)`, the last of a head's keys, of each managed layer; one for all, if they are alike. Latents
-    are keys of one head."""
+    """`(heads, kv_heads, dim)`, the last of a head's keys, of each managed layer; one for all, if they are alike.
+    Latents are keys of one head."""
     found, latents = [], find_latent_sizes(config)
     for own in _list_configs(config):
         heads = own.num_attention_heads

@@ -156,8 +156,8 @@ def add_bias(made: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def absorb(states: Tensor, by: Projections, sizes: LatentSizes) -> Tensor:
-    """Queries `[batch, heads, queries, nope + rope]` as they meet latents, `[.., rank + rope]`: `[q W_k | q_rotary]`, in
-    the dtype of projections."""
+    """Queries `[batch, heads, queries, nope + rope]` as they meet latents, `[.., rank + rope]`: `[q W_k | q_rotary]`,
+    in the dtype of projections."""
     own, rotary = states.split((by.keys.shape[1], sizes.rope), dim=-1)
     own = own.to(by.keys.dtype)
     return torch.cat((own @ by.keys, rotary.to(own)), dim=-1)

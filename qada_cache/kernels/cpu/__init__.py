@@ -49,6 +49,11 @@ def supports_sizes(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -
     return dtype in ELEMENTS and 1 <= queries <= MAX_QUERIES and dim % 8 == value_dim % 8 == 0
 
 
+def split_heads(heads: int) -> int:
+    """Of so many that share a key, how many a kernel takes at once: as many as can be in equal parts."""
+    return next(size for size in range(min(heads, MAX_QUERIES), 0, -1) if heads % size == 0)
+
+
 def round_queries(queries: int) -> int:
     """Of partial attention: calls of 1, 2, 3... tokens would each need a build of their own."""
     return 1 << (queries - 1).bit_length()
