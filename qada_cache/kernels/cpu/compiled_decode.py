@@ -67,8 +67,15 @@ def supports(
         and cpu.supports_sizes(query.dtype, *sizes)
         and cpu.supports(grouped_queries, bulk_keys, bulk_keys if shared else bulk_values, beside)
         and not (shared and records)
-        and cpu.build(query.dtype, *sizes, records.layout if records else None, shared=shared) is not None
+        and _build(query.dtype, *sizes, records, shared) is not None
     )
+
+
+def _build(
+    dtype: torch.dtype, dim: int, value_dim: int, group: int, records: Records | None, shared: bool
+) -> ctypes.CDLL | None:
+    sizes = dtype, dim, value_dim, group, records.layout if records else None
+    return cpu.build(*sizes, shared=True) if shared else cpu.build(*sizes)
 
 
 def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
@@ -135,7 +142,7 @@ class BoundStep:
             setattr(decode, name, find_view(name, tensor, states.dtype, tensor.shape, packed=packed))
         self._log_bulk = decode.log_bulk  # a view of its fields
         sizes = states.shape[3], value_dim, group
-        kernels = cpu.build(states.dtype, *sizes, records.layout if records else None, shared=shared)
+        kernels = _build(states.dtype, *sizes, records, shared)
         assert kernels is not None
         check_size(Decode, kernels.decode_size(), cpu.SOURCE)
         self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(decode))

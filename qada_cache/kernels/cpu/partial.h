@@ -59,7 +59,9 @@ struct Elements {
 
     // What weights are to be times unpacked values.
     INLINED void scale(int64_t, int, float (*)[BLOCK]) const {}
-    INLINED void unpack_value(int64_t t, Floats* out) const { unpack<VALUE_DIM>(value + places[t] * VALUE_STRIDE, out); }
+    INLINED void unpack_value(int64_t t, Floats* out) const {
+        unpack<VALUE_DIM>(value + places[t] * VALUE_STRIDE, out);
+    }
     INLINED void prefetch_value_after(int64_t t) const {
         places.template prefetch_after<VALUE_DIM, VALUE_STRIDE>(value, t);
     }
