@@ -169,6 +169,8 @@ class TokenStore(NearTokens):
         layout, kept = Layout.from_bits(self.near_keys.shape[3], bits), self.bulk.sketch
         if (coded := self.record_layout is not None) and energies is None:  # those that records lie behind are kept
             energies = self.near_keys.new_ones(self.near_keys.shape[1], self.near_keys.shape[3]).float()
+        if not self.near_keys.is_cpu and not self.near_values.shape[3]:
+            kernels = "torch"  # Triton has no code for tokens without values
         self.selects = select and layout is not None
         if layout is None or not (select or coded):
             self.bulk.sketch = None
