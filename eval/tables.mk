@@ -43,6 +43,10 @@ tables/trials-qwen2.5-coder-0.5b.csv:
 	$(EVAL).trials --model $(QWEN) --tokens --own --tasks prose_niah --lengths 16384 --documents 4 --question dense sparse $(OUT)
 	$(EVAL).trials --model $(QWEN) --tokens --own --tasks prose_niah --lengths 32000 --documents 1 --question sparse $(OUT)
 
+tables/trials-latent.csv:  # of folders that `eval.convert --latent` made of both models
+	$(EVAL).trials --model smollm2-latent --latents --lengths 3072 --documents 2 $(OUT)
+	$(EVAL).trials --model qwen2.5-coder-0.5b-latent --latents --lengths 3072 --documents 2 $(OUT)
+
 tables/trials-peers.csv:  # interrupted after 5 needles of Qwen's
 	$(EVAL).trials --peers --documents 8 $(OUT)
 	$(EVAL).trials --model $(QWEN) --peers --documents 4 $(OUT)

@@ -43,6 +43,7 @@ from eval.shared.deciding import (
     limit_reading,
     list_all_ways,
     list_few_ways,
+    list_latent_ways,
     list_peer_ways,
     list_token_ways,
     make_exact_cache,
@@ -84,7 +85,8 @@ def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[
 
 def make_cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]:
     """Of `QAdACache`, for a way that it decides by."""
-    options = {"group_rule": way.rule, "moments": "current", "kernels": "auto", "token_threshold": 0.0}
+    options = {"criterion": "gaussian", "group_rule": way.rule, "moments": "current", "kernels": "auto"}
+    options |= {"token_threshold": 0.0}
     options |= find_token_options(way.read)
     if way.criterion == "dense" and way.read.startswith(OWN):
         way = replace(way, criterion="qada", threshold=NEARLY_ONE)
@@ -225,6 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--few", action="store_true", help="only those ways that tell most")
     add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
     add("--own", action="store_true", help="with --tokens: the default and the economical settings alone")
+    add("--latents", action="store_true", help="ways of reading some of the tokens of latent attention only")
     add("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="of bulks (default: 16)")
     add(
         "--prefill", type=float, nargs="+", default=[], help="prefill_threshold of prompts (0: exact), and no other way"
@@ -246,6 +249,8 @@ def choose_ways(options: argparse.Namespace) -> list[Way]:
     peers = list_peer_ways() if options.peers else []
     if options.prefill:
         return [*list_prompt_ways(options.prefill, bits=options.bits), *peers]
+    if options.latents:
+        return list_latent_ways()
     if options.tokens:
         return [*list_token_ways(few=options.few, own=options.own, bits=options.bits), *peers]
     return [*list_few_ways(), *peers] if options.few else peers or list_all_ways()

@@ -56,7 +56,8 @@ class QAdACache(WatchedCache):
         sink_tokens: tokens at the start of each row that are always read.
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
-            is local); "local" (every head is); or `StaticHeads`, the same heads for every token.
+            is local); "local" (every head is); or `StaticHeads`, the same heads for every token. None: "gaussian", but
+            "dense" for latent attention.
         group_rule: how query heads that share a KV head decide. "any": if one of them is long-context, all are, as the
             keys and values are read anyway. "head": every query head decides for itself, as in the paper.
         moments: the prompt whose keys' mean and covariance count. "current": the prompt being read; in repetitive text
@@ -110,7 +111,7 @@ class QAdACache(WatchedCache):
         threshold: float = THRESHOLD,
         sink_tokens: int = 16,
         local_tokens: int = 128,
-        criterion: str | StaticHeads = "gaussian",
+        criterion: str | StaticHeads | None = None,
         group_rule: str = "any",
         moments: MomentsSource = DEFAULT_MOMENTS,
         token_threshold: float = TOKEN_THRESHOLD,
@@ -132,13 +133,14 @@ class QAdACache(WatchedCache):
         left_open = [name for name in tuned_choice.LEFT_OPEN if given[name] is None]
         asked = {name: given[name] for name in DECIDING + LAID_OUT if name not in left_open}
         asked["kernels"] = choice.resolve_kernels(kernels)
+        asked["criterion"] = "gaussian" if criterion is None else criterion
         options = Options(**asked, tuned=tuned)
         support.check_model(model, text_config)
         attention.check_implementation(text_config)
         super().__init__(config=text_config)
         managed = support.describe_model(model, config, ours := find_served_layers(self, text_config))
         tuned_choice.check_left_out(options)
-        options = support.resolve_options(options, managed)
+        options = support.resolve_options(options, managed, chosen=criterion is not None)
         options = support.choose_bits(options, managed) if bulk_bits is None else options
         self._shared = Shared(tuned_choice.apply_tuned(options, managed, left_open), managed)
         self._bar, self._decode_graph = ReadingBar(), make_graph(options, managed)
@@ -215,7 +217,9 @@ class QAdACache(WatchedCache):
                     "was laid out by it: build another QAdACache and read the prompt again"
                 )
         tuned = self.options.tuned and not options.keys() & set(CONDITIONS)
-        decided = support.resolve_options(replace(self.options, **options, tuned=tuned), self._shared.model)
+        chosen = "criterion" in options or self.options.criterion != "dense"
+        decided = replace(self.options, **options, tuned=tuned)
+        decided = support.resolve_options(decided, self._shared.model, chosen=chosen)
         twin = copy.deepcopy(self)
         twin._shared.options = decided
         twin._decode_graph = make_graph(decided, twin._shared.model)

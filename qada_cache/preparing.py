@@ -12,7 +12,7 @@ from .attention.decode import attend_adaptively, takes_turns
 from .attention.libraries import list_libraries
 from .attention.plan import find_kernel
 from .cache import QAdACache
-from .kernels import partial_attention
+from .kernels import cpu, partial_attention
 from .kernels.cpu import latent, prompt, recording
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
@@ -134,6 +134,9 @@ def _build_latent_kernels(device: torch.device, dtype: torch.dtype, shared: Shar
             prompt.build(*of_prompt)
         if (layout := RecordLayout.from_bits(sizes.dim, 0, shared.options.bulk_bits)) is not None:
             recording.build_coder(layout)
+        of_steps = dtype, sizes.dim, sizes.rank, cpu.split_heads(config.num_attention_heads)
+        if shared.options.criterion != "dense" and cpu.supports_sizes(*of_steps):
+            cpu.build(*of_steps, shared=True)
         if latent.serves_sizes(dtype, sizes.dim, sizes.rank) and latent.build_latent(
             dtype, *(sizes.dim, sizes.rank), layout
         ):

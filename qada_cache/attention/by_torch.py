@@ -87,7 +87,7 @@ def attend_bulk(
     if not any(store.bulk.lengths):
         return found
     for part in reading.read_parts(store.bulk, whole):
-        found.add_whole(part.rows, part.heads, part.keys, part.values)
+        found.add_whole(part.rows, part.heads, part.keys, store.find_values(part.keys, part.values))
         if auditing:
             counters.audited_bytes += part.bulk_read_bytes
         else:
@@ -96,8 +96,9 @@ def attend_bulk(
     gathered = reading.gather_parts(store.bulk, [(head, blocks[0].tokens) for head, blocks in by_head])
     for ((row, head), blocks), part in zip(by_head, gathered, strict=True):
         assert operands.sketch is not None
+        values = store.find_values(part.keys, part.values)
         for one in blocks:  # of queries, which share the tokens
-            found.add_chosen(one, part.keys, part.values, operands.sketch)
+            found.add_chosen(one, part.keys, values, operands.sketch)
         if not whole[row][head]:
             counters.bulk_read_bytes += part.bulk_read_bytes
     return found

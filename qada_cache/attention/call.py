@@ -30,6 +30,7 @@ from .differential import DifferentialLayer
 from .exact import attend_exactly, attend_to_prompt
 from .indexed import IndexedLayer, attend_to_picked
 from .latent import LatentLayer
+from .latent_attention import LatentAttention
 from .libraries import build_for_prompt
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -206,6 +207,7 @@ def _compute(asker: Asker, store: TokenStore, call: Call, asked: Query, config: 
         # Without a mask only these know that a prompt is causal, and a mask of another shape is theirs to read.
         known = config._attn_implementation == "sdpa" and (call.mask is None or call.mask.dim() == 4)
         return attend_to_prompt(asker, asked, call.key, call.value) if known else None
+    work: Callable[[], Tensor]
     if call.exact:
         work = partial(attend_exactly, asker, store, asked, call.key, call.value)
     else:
@@ -214,6 +216,8 @@ def _compute(asker: Asker, store: TokenStore, call: Call, asked: Query, config: 
             store.append(*call.new, call.valid, write=False)
             asked.unstored = call.new if call.valid is None else None
         work = partial(attend_adaptively, asker, store, asked)
+        if isinstance(asker, LatentLayer):
+            work = LatentAttention(asker, store, asked, call.value.shape[3]).attend_adaptively
     out = asker.shared.placement.retry(work, asked.states.device)
     return out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
 

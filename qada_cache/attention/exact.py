@@ -17,7 +17,8 @@ from ..storage import TokenStore
 from ..storage.padding import find_real_tokens
 from ..storage.reading import stream
 from . import joined
-from .latent import LatentAttention, LatentLayer
+from .latent import LatentLayer
+from .latent_attention import LatentAttention
 
 
 def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> Tensor | None:

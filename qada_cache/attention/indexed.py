@@ -25,7 +25,8 @@ from ..state.stock import require_fit
 from ..storage.padding import read_mask, refuse_bias
 from ..storage.reading import gather_parts
 from . import generation
-from .latent import EXPANDED, MIN_BLOCK, PROBED, LatentAttention, LatentLayer
+from .latent import PROBED, LatentLayer
+from .latent_attention import EXPANDED, MIN_BLOCK, LatentAttention
 
 PICKED = 4096  # tokens of a block that is gathered
 
@@ -222,7 +223,7 @@ class PickedAttention(LatentAttention):
                     shown = visible[:, at].repeat(heads if absorbed else 1, 1)
                     part = masked_attention(grouped, keys, values, shown, **self.told)
                 out, lse = merge_partials(out, lse, *part)
-        return self._project(out, lse, states) if absorbed else (out, lse)
+        return self._merge_heads(out, lse, states) if absorbed else (out, lse)
 
     def _gather(self, row: int, picked: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Of a row's tokens `picked`, int64 and ascending, those of a place and their latents `[1, 1, tokens, dim]`."""

@@ -51,8 +51,9 @@ def list_libraries(
     return found
 
 
-def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSizes) -> list[Library]:
-    """Likewise of layers that cache latents of these `sizes`, behind their prompt, whose keys are expanded."""
+def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSizes, heads: int) -> list[Library]:
+    """Likewise of layers that cache latents of these `sizes` for so many heads, behind their prompt, whose keys are
+    expanded."""
     dim, rank = sizes.dim, sizes.rank
     if options.kernels == "torch":
         return []
@@ -62,7 +63,10 @@ def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSiz
         found.append(
             Library(latent.SOURCE, latent.define_latent(*of_latents), partial(latent.build_latent, *of_latents))
         )
-    return found + _list_coders(layout, dim, sketched=False)
+    if options.criterion != "dense" and cpu.supports_sizes(dtype, *(of_steps := (dim, rank, cpu.split_heads(heads)))):
+        macros, build = cpu.define(cpu.ELEMENTS[dtype], *of_steps, shared=True), partial(cpu.build, shared=True)
+        found.append(Library(cpu.SOURCE, macros, partial(build, dtype, *of_steps)))
+    return found + _list_coders(layout, dim, sketched=options.selects_tokens)
 
 
 def _list_coders(layout: RecordLayout | None, dim: int, *, sketched: bool) -> list[Library]:
@@ -85,7 +89,7 @@ def build_for_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor,
     if bulk < cpu.MIN_TOKENS or not states.is_cpu or not states.dtype == key.dtype == value.dtype:
         return
     if (latents := layer.shared.model.latents) is not None:
-        build_ahead(list_latent_libraries(layer.options, states.dtype, latents))
+        build_ahead(list_latent_libraries(layer.options, states.dtype, latents, states.shape[1]))
         return
     sizes = {"group": states.shape[1] // key.shape[1], "dim": key.shape[3], "value_dim": value.shape[3]}
     softcap, sinks = query.softcap is not None, query.sink_logits is not None

@@ -80,7 +80,8 @@ def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operan
     bulk, sketch, options, counters = store.bulk, store.sketch, layer.options, layer.counters
     # Criteria that compare no masses need a finite threshold.
     cut = logit(options.threshold) if options.criterion in ("gaussian", "oracle") else 0.0
-    found = Operands(store.near_keys, store.near_values, bulk.keys, bulk.values, cut)
+    near, far = (store.near_keys, store.near_values), (bulk.keys, bulk.values)
+    found = Operands(near[0], store.find_values(*near), far[0], store.find_values(*far), cut)
     found.group_rule, found.token_threshold = options.group_rule, options.token_threshold
     if sketch is not None and (sketch.in_use or not by_kernel):
         found.sketch = sketch.tensors
@@ -96,12 +97,16 @@ def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operan
 
 
 def find_kernel(layer: Asker, store: TokenStore, states: Tensor, *, sinks: bool = False) -> Callable | None:
-    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`, with learned `sinks` or without."""
+    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`, with learned `sinks` or without.
+    Triton's take no values off keys."""
+    if store.shared_dim and not states.is_cpu:
+        return None
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
     sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
     layout = sketch.layout if sketch is not None and sketch.in_use else None
-    call = states[:, :, :1], bulk.keys, bulk.values, options.criterion, options.kernels
+    values = store.find_values(bulk.keys, bulk.values)
+    call = states[:, :, :1], bulk.keys, values, options.criterion, options.kernels
     return choice.choose_kernel(*call, layout=layout, records=records, sinks=sinks, turn=states.shape[2] > 1)
 
 

@@ -29,7 +29,7 @@ from ..state.layer import QAdALayer
 from ..versions import find_missing
 from .differential import DifferentialLayer
 from .indexed import IndexedLayer
-from .latent import LatentLayer, read_everything
+from .latent import LatentLayer, resolve_latent_options
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +119,14 @@ def make_layer(shared: Shared, index: int) -> QAdALayer:
     return (IndexedLayer if INDEXED in types[index : index + 1] else LatentLayer)(shared, index)
 
 
-def resolve_options(options: Options, managed: ManagedModel) -> Options:
-    """These options with the moments that they ask for, loaded or collected if they are needed. Errors are those of
-    `resolve_moments`, a ValueError: moments or static heads are not of this model, or those of `read_everything`."""
+def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) -> Options:
+    """These options with the moments that they ask for, loaded or collected if they are needed. Latents are read
+    whole unless another criterion was `chosen`. Errors are those of `resolve_moments`, a ValueError: moments or static
+    heads are not of this model, or those of `resolve_latent_options`."""
     if managed.latents is not None:
-        return read_everything(options, managed.model_type)
+        options = resolve_latent_options(options, managed.config, chosen=chosen)
+        if options.criterion == "dense":
+            return options
     used = options.criterion == "gaussian" and bool(managed.layers)
     current, other = resolve_moments(
         options.moments, model=managed.get(), config=managed.whole_config, used=used, shard=managed.shard
@@ -153,7 +156,7 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
     """Whether a model with these resolved options decodes a bulk in few bits as fast as another: tokens are selected by
     a sketch in the metric of the queries, and the kernel for CPUs computes it all."""
     model, config = managed.get(), managed.config
-    if model is None or not options.selects_tokens or options.query_energies is None:
+    if model is None or managed.latents or not options.selects_tokens or options.query_energies is None:
         return False
     plain = getattr(config, "attn_logit_softcapping", None) is None
     built = model.dtype in cpu.ELEMENTS and all(

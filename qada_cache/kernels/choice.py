@@ -19,7 +19,7 @@ from torch import Tensor
 from ..said_once import warn_once
 from ..sketch import Layout
 from ..sketch.coded import Records
-from . import decode_trial
+from . import cpu, decode_trial
 from .cpu import compiled_decode
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ def choose_kernel(
     """
     call = (query, bulk_keys, bulk_values, criterion, records)
     if kernels == "auto" and compiled_decode.supports(*call):
+        if cpu.split_heads(heads := query.shape[1] // bulk_keys.shape[1]) < heads:
+            return None if turn else compiled_decode.fused_parts
         return compiled_decode.fused_turn if turn else compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None

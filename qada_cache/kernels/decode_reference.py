@@ -8,7 +8,7 @@ from torch import Tensor
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, count_closed, count_segments
 from ..sketch.codec import Sketch
 from ..sketch.coded import decode_keys, decode_values, estimate_keys
-from .operands import Operands, Query, Rows
+from .operands import Operands, Query, Rows, is_shared
 from .query_adaptive import BulkAttention, attend_near, decide, group_queries, score_near, select, sum_local
 
 
@@ -104,7 +104,8 @@ def _count(layer: Operands, tokens: Tensor, length: int) -> None:
     """Count these tokens of one head of a bulk of `length`."""
     if layer.bulk_read_bytes is None:
         return
-    token_bytes = sum(part.shape[3] * part.element_size() for part in (layer.bulk_keys, layer.bulk_values))
+    pair = layer.bulk_keys, layer.bulk_values
+    token_bytes = sum(part.shape[3] * part.element_size() for part in (pair[:1] if is_shared(*pair) else pair))
     if layer.records is not None and length >= MIN_TOKENS:
         token_bytes = layer.records.tensor.shape[3]
     layer.bulk_read_bytes += len(tokens) * token_bytes

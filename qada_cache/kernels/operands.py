@@ -127,7 +127,7 @@ class Operands:
     near_keys: Tensor  # `[batch, kv_heads, columns or more, dim]`, in the dtype of queries, as all keys and values
     near_values: Tensor  # likewise, of `value_dim`
     bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`; with `records` those that follow closed segments
-    bulk_values: Tensor  # likewise, of `value_dim`
+    bulk_values: Tensor  # likewise, of `value_dim`; both values may be the first channels of keys, where these lie
     logit_threshold: float  # as for `criterion.find_long_context`
     group_rule: str = "head"  # as for `criterion.decide_for_groups`
     token_threshold: float = 0.0  # as for `sketch.selection.select_tokens`
@@ -149,6 +149,11 @@ class Operands:
     def kv_heads(self) -> int:
         """Of the layer."""
         return self.near_keys.shape[1]
+
+
+def is_shared(keys: Tensor, values: Tensor) -> bool:
+    """Whether values `[batch, heads, tokens, value_dim]` are the first channels of the keys, where these lie."""
+    return values.shape[3] < keys.shape[3] and values.stride() == keys.stride() and values.data_ptr() == keys.data_ptr()
 
 
 def check(query: Query, rows: Rows, layer: Operands, *, shares: bool = False) -> None:

@@ -109,7 +109,7 @@ def collect(
     Raises:
         ValueError: an argument outside its range, a prompt too short, scheme "analytic" without a known rotation,
             or no layer with keys for a QAdACache.
-        NotImplementedError: the model has latent attention, of which everything is read.
+        NotImplementedError: the model's own indexer picks the tokens that are read.
     """
     model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel):

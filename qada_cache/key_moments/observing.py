@@ -1,13 +1,16 @@
-"""A model that reads a text, observed: the keys that its layers keep, the queries that they ask."""
+"""A model that reads a text, observed: the keys that its layers keep, the queries that they ask. Those of latent
+attention are latents with rotary channels, and the queries that these meet."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ..models import attention_table, find_full_attention_layers, find_inputs_device
+from ..models.latent import absorb, ask_projections, find_latent_sizes, has_latents
 from ..models.shared_keys import find_readers
 from ..versions import pass_cache
 
@@ -28,9 +31,12 @@ def read_keys(
         place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
         model(input_ids=ids[:, part].to(device), **pass_cache(cache), **asked, **place)
         done(len(ids[0, part]))
-    found = {}
+    found, sizes = {}, find_latent_sizes(config)
     for index in find_full_attention_layers(cache):
         keys = getattr(cache.layers[index], "keys", None)
+        rotary = getattr(cache.layers[index], "values", None)  # beside latents
+        if sizes is not None and keys is not None and rotary is not None:
+            keys = torch.cat((keys, rotary), dim=-1)
         if keys is None or keys.dim() != 4:
             raise ValueError(
                 f"layer {index} of {config.model_type} keeps no [batch, heads, tokens, dim] keys to take moments of: "
@@ -44,11 +50,14 @@ def read_keys(
 def observe_queries(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers, if
     these take their attention function from transformers' table."""
-    ours = set(model.modules())
+    ours, sizes = set(model.modules()), find_latent_sizes(model.config.get_text_config(decoder=True))
 
     def attention(base: Callable[..., Any], module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> Any:
         if module in ours and isinstance(index := getattr(module, "layer_idx", None), int):
-            observe(index, query)
+            asked = query
+            if sizes is not None and has_latents(module):
+                asked = absorb(query, ask_projections(module, sizes, query.shape[3] - sizes.rope, query), sizes)
+            observe(index, asked)
         return base(module, query, *args, **kwargs)
 
     attention_table.place(attention, tables=attention_table.find_own_tables(model, model.config))

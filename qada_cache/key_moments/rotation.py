@@ -20,7 +20,8 @@ from ..models import find_full_attention_config
 from ..models.sharding import UNSHARDED, HeadShard
 from .observing import read_keys
 
-LAYOUTS = ("half", "interleaved")
+LAST = " at the end"
+LAYOUTS = ("half", "interleaved", f"half{LAST}", f"interleaved{LAST}")
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
@@ -35,7 +36,9 @@ class Rotation:
 
     dim: int  # of a key
     frequencies: tuple[float, ...] = ()  # radians per position of each pair; the first `2 * len(frequencies)` dims turn
-    layout: str = "half"  # dim `i` is paired with dim `i + len(frequencies)`; "interleaved": dim `2i` with `2i + 1`
+    # Dim `i` is paired with dim `i + len(frequencies)`; "interleaved": dim `2i` with `2i + 1`; "at the end": those are
+    # of the last `2 * len(frequencies)` dims.
+    layout: str = "half"
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -50,7 +53,9 @@ class Rotation:
         frequency = torch.zeros(self.dim, dtype=torch.float64, device="cpu")
         partner = torch.arange(self.dim, dtype=torch.int64, device="cpu")
         pair = torch.arange(pairs := len(self.frequencies), dtype=torch.int64, device="cpu")
-        one, other = (pair, pair + pairs) if self.layout == "half" else (2 * pair, 2 * pair + 1)
+        one, other = (pair, pair + pairs) if self.layout.startswith("half") else (2 * pair, 2 * pair + 1)
+        if self.layout.endswith(LAST):
+            one, other = one + self.dim - 2 * pairs, other + self.dim - 2 * pairs
         frequency[other] = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
         frequency[one] = -frequency[other]
         partner[one], partner[other] = other, one
@@ -67,7 +72,8 @@ class Rotation:
         """Moments of keys at every position of `first .. first + length - 1`, each key at each position, float64 on
         the CPU; from their mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0."""
         _, partner = self.by_dim
-        cos, sin, cos_cos, cos_sin, sin_sin = _find_means(self, first, length)
+        places, *tables = _find_means(self, first, length)
+        cos, sin, cos_cos, cos_sin, sin_sin = (table[(places[:, None], places)[-table.dim() :]] for table in tables)
         mean = mean.cpu().double()
         second = covariance.cpu().double() + mean[..., :, None] * mean[..., None, :]
         columns = second[..., partner]
@@ -79,16 +85,17 @@ class Rotation:
 
 @lru_cache(maxsize=64)
 def _find_means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
-    """Means over positions of `cos`, `sin` `[dim]`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` `[dim, dim]`.
-    That of `exp(i n turn)` is of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
-    frequency, _ = rotation.by_dim
-    one, other = frequency.expand(rotation.dim, -1), frequency[:, None]
+    """Of each dim its place `[dim]` among frequencies, as most dims of latents have none; of these, means over
+    positions of `cos`, `sin`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` of every two. That of `exp(i n
+    turn)` is of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
+    frequency, places = rotation.by_dim[0].unique(return_inverse=True)
+    one, other = frequency.expand(len(frequency), -1), frequency[:, None]
     turn = torch.stack([one, other - one, other + one])
     half, middle = turn / 2, (first + (length - 1) / 2) * turn
     whole_turns = (half.sin().abs() < 1e-15) | (turn == 0)  # 0/0: the limit is 1
     ratio = torch.where(whole_turns, 1.0, (length * half).sin() / (length * half.sin()))
     (cos, less_cos, more_cos), (sin, less_sin, more_sin) = ratio * middle.cos(), ratio * middle.sin()
-    return cos[0], sin[0], (less_cos + more_cos) / 2, (more_sin - less_sin) / 2, (less_cos - more_cos) / 2
+    return places, cos[0], sin[0], (less_cos + more_cos) / 2, (more_sin - less_sin) / 2, (less_cos - more_cos) / 2
 
 
 def round_length(length: int) -> int:

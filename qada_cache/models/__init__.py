@@ -61,11 +61,15 @@ def _list_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def list_sizes(config: PreTrainedConfig) -> list[tuple[int, int, int]]:
-    """`(heads, kv_heads, dim)`, the last of a head's keys, of each managed layer; one for all, if they are alike."""
-    found = []
+    """`(heads, kv_heads, dim)`, the last of a head's keys, of each managed layer; one for all, if they are alike.
+    Latents are keys of one head."""
+    found, latents = [], find_latent_sizes(config)
     for own in _list_configs(config):
         heads = own.num_attention_heads
         kv_heads = getattr(own, "num_key_value_heads", None) or heads
+        if latents is not None:
+            found.append((heads, 1, latents.dim))
+            continue
         found.append((heads, kv_heads, getattr(own, "head_dim", None) or own.hidden_size // heads))
     return found if len(set(found)) > 1 else found[:1]
 

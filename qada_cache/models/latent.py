@@ -94,12 +94,21 @@ def _find_classes(config: PreTrainedConfig) -> list[Any]:
     return [kind for file in files if file is not None for kind in vars(file).values() if has_latents(kind)]
 
 
-def check_decides(config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a decoder whose layers cache latents: all of these are read."""
+def check_tunable(config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError for a decoder whose layers cache latents."""
     if find_latent_sizes(config) is not None:
         raise NotImplementedError(
-            f"QAdACache reads all tokens of latent attention, which {config.model_type} has: nothing is decided, so "
-            "there are no moments to collect and no thresholds to tune"
+            f"caches read all tokens of latent attention by default, which {config.model_type} has: there are no "
+            "thresholds to tune"
+        )
+
+
+def check_decides(config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError for a decoder whose tokens an indexer picks."""
+    if has_indexers(config):
+        raise NotImplementedError(
+            f"an indexer of {config.model_type} picks the tokens that are read: nothing is decided, so there are no "
+            "moments to collect"
         )
 
 
@@ -139,6 +148,19 @@ def ask_projections(module: nn.Module, sizes: LatentSizes, nope: int, like: Tens
         return Projections(keys[:, :-1].mT, values[:, :-1].mT)
     key_part, value_part = ((part[:, :-1] - part[:, -1:]).mT for part in (keys, values))
     return Projections(key_part, value_part, keys[:, -1], values[:, -1])
+
+
+def add_bias(made: Tensor, bias: Tensor | None) -> Tensor:
+    """`[batch, heads, tokens, dim]` with a bias `[heads, dim]`."""
+    return made if bias is None else made + bias.unsqueeze(-2)
+
+
+def absorb(states: Tensor, by: Projections, sizes: LatentSizes) -> Tensor:
+    """Queries `[batch, heads, queries, nope + rope]` as they meet latents, `[.., rank + rope]`: `[q W_k | q_rotary]`,
+    in the dtype of projections."""
+    own, rotary = states.split((by.keys.shape[1], sizes.rope), dim=-1)
+    own = own.to(by.keys.dtype)
+    return torch.cat((own @ by.keys, rotary.to(own)), dim=-1)
 
 
 def expand(module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:

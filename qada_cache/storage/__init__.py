@@ -60,6 +60,7 @@ class TokenStore(NearTokens):
         self.moments: RunningMoments | None = None
         self.update_moments = True  # False freezes them in `append`, so that only `absorb` adds to them
         self.selects = False  # whether tokens of the bulk are selected by its sketch
+        self.shared_dim = 0  # if more, so many first channels of the keys are the values, which are not stored
 
     def _make_bulk(self, placement: Placement, layer: int) -> Bulk:
         make = Bulk if self.record_layout is None else partial(CodedBulk, layout=self.record_layout)
@@ -69,6 +70,10 @@ class TokenStore(NearTokens):
     def sketch(self) -> BulkSketch | None:
         """What tokens of the bulk are selected by; None: all are read."""
         return self.bulk.sketch if self.selects else None
+
+    def find_values(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Those of stored tokens, `[..., value_dim]`."""
+        return keys[..., : self.shared_dim] if self.shared_dim else values
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -164,11 +169,14 @@ class TokenStore(NearTokens):
         layout, kept = Layout.from_bits(self.near_keys.shape[3], bits), self.bulk.sketch
         if (coded := self.record_layout is not None) and energies is None:  # those that records lie behind are kept
             energies = self.near_keys.new_ones(self.near_keys.shape[1], self.near_keys.shape[3]).float()
+        if not self.near_keys.is_cpu and not self.near_values.shape[3]:
+            kernels = "torch"  # Triton has no code for tokens without values
         self.selects = select and layout is not None
         if layout is None or not (select or coded):
             self.bulk.sketch = None
         elif kept is None or not (coded or kept.matches(layout, energies)):
-            self.bulk.sketch = BulkSketch(self.near_keys, self.near_values, layout, energies, kernels)
+            values = self.find_values(self.near_keys, self.near_values)
+            self.bulk.sketch = BulkSketch(self.near_keys, values, layout, energies, kernels)
             for row in self._list_rows():
                 self.bulk.sketch.append_from(self.bulk, row)
         else:

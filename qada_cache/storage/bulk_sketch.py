@@ -264,7 +264,9 @@ class BulkSketch(Versioned):
             kept[name][rows] = part
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
-        """Take tokens into the means and the covariance of `before` others."""
+        """Take tokens into the means and the covariance of `before` others. Without values, these are channels of the
+        keys."""
+        values = values if values.shape[3] else keys[..., : self.covariance.shape[2]]
         with suspend_autocast(keys.device):
             means = self.tensors.mean_value[rows], self.mean_key[rows]
             take_in(before, means, self.covariance[rows], values, keys, self.kernels)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .. import tuned_choice
 from ..cache import QAdACache
-from ..models.latent import check_decides
+from ..models.latent import check_tunable
 from ..sketch import MIN_TOKENS
 from ..state import THRESHOLD, TOKEN_THRESHOLD
 from ..tuned_choice import Thresholds
@@ -98,8 +98,8 @@ class Outcome:
 def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Piece], budget: Budget) -> Outcome:
     """Measure every setting on `pieces`, two or more; choose one, and measure that again on `held_out`. The one chosen
     for a KL is tried in `FEWEST_BITS` where the default's are few, and has them if that is within the KL as well.
-    NotImplementedError, if the model has latent attention, of which everything is read."""
-    check_decides(model.config.get_text_config(decoder=True))
+    NotImplementedError, if the model has latent attention."""
+    check_tunable(model.config.get_text_config(decoder=True))
 
     def measure_all(
         places: Sequence[Piece], settings: Sequence[Thresholds], what: str, bulk_bits: int | None = None

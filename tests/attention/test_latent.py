@@ -13,9 +13,9 @@ from stand_in import accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache, profile, tuning
-from qada_cache.attention import latent
-from qada_cache.attention.latent import LatentAttention
+from qada_cache import QAdACache, profile, tuning
+from qada_cache.attention import latent_attention
+from qada_cache.attention.latent_attention import LatentAttention
 from qada_cache.kernels.operands import Query
 from qada_cache.kernels.reference import TOLERANCE
 from qada_cache.versions import pass_cache
@@ -32,8 +32,8 @@ def test_turns_of_padded_rows(
     model: PreTrainedModel, how: str, offloaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the bulk lies on the device or not, cached tokens are expanded in blocks, or not at all."""
-    monkeypatch.setattr(latent, "EXPANDED", 1)
-    monkeypatch.setattr(latent, "MIN_BLOCK", 7)
+    monkeypatch.setattr(latent_attention, "EXPANDED", 1)
+    monkeypatch.setattr(latent_attention, "MIN_BLOCK", 7)
     found = note_ways(monkeypatch, how)
     ids, mask = prompt(sum(SPLIT), 131)
     wanted = forced(model, ids, SPLIT, dynamic(model), mask)
@@ -100,8 +100,8 @@ def test_a_default_cache_reads_everything(how: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"threshold": 0.5}, {"criterion": "local"}, {"criterion": "oracle"}, {"token_threshold": 2.0},
-        {"prefill_threshold": 1.0}, {"audit_every": 5}, {"kernels": "triton"}, {"cuda_graph": True},
+        {"threshold": 0.5}, {"token_threshold": 2.0}, {"prefill_threshold": 1.0}, {"audit_every": 5},
+        {"kernels": "triton"}, {"cuda_graph": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -116,11 +116,9 @@ def test_options_that_ask_for_less_are_refused(options: dict[str, Any]) -> None:
             exact(model).fork(**options)
 
 
-def test_nothing_is_collected_or_tuned() -> None:
+def test_nothing_is_tuned() -> None:
     model = tiny("deepseek_v3")
-    said = "all tokens of latent attention, which deepseek_v3 has: .* no moments to collect and no thresholds to tune"
-    with pytest.raises(NotImplementedError, match=said):
-        KeyMoments.collect(model)
+    said = "all tokens of latent attention by default, which deepseek_v3 has: there are no thresholds to tune"
     with pytest.raises(NotImplementedError, match=said):
         tuning.tune(model, [], [], tuning.Budget(0.01))
     profiles = profile.profile(model, prompt(200)[0], new_tokens=2, chunk=100)

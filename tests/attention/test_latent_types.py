@@ -9,11 +9,14 @@ import torch
 import transformers
 from latents import dynamic
 from models import exact, forced, generate, logits_of, prompt
+from small_sketch import small_sketch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, Cache, PreTrainedModel
 
 from eval import families
+from qada_cache import QAdACache
 from qada_cache.attention.latent import LatentLayer
+from qada_cache.models import latent
 
 TYPES = {
     "axk1": "AXK1", "bailing_hybrid": "BailingHybrid", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3",
@@ -63,6 +66,22 @@ def test_modes(model: PreTrainedModel, mode: str) -> None:
     scale = logits_of(wanted).abs().max()
     assert (logits_of(got) - logits_of(wanted)).abs().max() <= 1e-4 * scale
     assert cache.stats().streamed_bytes + cache.stats().bulk_read_bytes > 0
+
+
+def test_heads_that_select_all(model: PreTrainedModel) -> None:
+    """By moments and query energies of the model, which are those of latents."""
+    if latent.has_indexers(model.config.get_text_config()):
+        pytest.skip("its own indexer selects")
+    ids, split = prompt(200)[0], [190, 1, 5, 1]
+    wanted = forced(model, ids, split, dynamic(model))
+    options = {"criterion": "gaussian", "threshold": 1 - 1e-9, "local_tokens": 20, "sink_tokens": 4}
+    with small_sketch(40, 64):
+        cache = QAdACache(model, **options, token_threshold=1e-30)
+        got = forced(model, ids, split, cache)
+    assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    stats = cache.stats()
+    assert stats.bulk_read_bytes == stats.dense_bulk_bytes
+    assert stats.sketch_read_bytes > 0
 
 
 def test_a_text_goes_on_after_a_crop(model: PreTrainedModel) -> None:

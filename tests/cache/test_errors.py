@@ -45,7 +45,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"local_tokens": 128.0}, TypeError, "local_tokens must be an int, got float"),
     ({"sink_tokens": True}, TypeError, "sink_tokens must be an int, got bool"),
     ({"criterion": "eager"}, ValueError, "unknown criterion 'eager': use one of gaussian, .* or StaticHeads"),
-    ({"criterion": None}, TypeError, "criterion must be a str or StaticHeads, got NoneType"),
+    ({"criterion": 1}, TypeError, "criterion must be a str or StaticHeads, got int"),
     ({"criterion": torch.ones(2, 4).bool()}, TypeError, "criterion must be a str or StaticHeads, got Tensor"),
     ({"criterion": StaticHeads(torch.ones(3, 4).bool())}, ValueError, r"\[3, 4\].* needs \[2, 4\] or \[2, 2\]"),
     ({"criterion": StaticHeads(torch.ones(2, 8).bool())}, ValueError, r"\[2, 8\].* needs \[2, 4\] or \[2, 2\]"),

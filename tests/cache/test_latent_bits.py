@@ -11,7 +11,7 @@ from latents import dynamic
 from models import exact, forced, generate, prompt, tiny
 
 from qada_cache import QAdACache
-from qada_cache.attention.latent import LatentAttention
+from qada_cache.attention.latent_attention import LatentAttention
 from qada_cache.kernels.operands import Query
 from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import quantize_segments

@@ -81,6 +81,8 @@ def count_failures(target: Target) -> int:
         if records is not None:
             macros = cpu.define("FLOAT32", dim, value_dim, 1, records)
             failed += not is_clean(target, recording.SOURCE, macros, processor)
+    for processor in target.processors:
+        failed += not is_clean(target, cpu.SOURCE, cpu.define("BFLOAT16", 72, 64, 4, shared=True), processor)
     for dim, processor in product((64, 80), target.processors):
         failed += not is_clean(target, quantizing.SOURCE, quantizing.define_quantizer(dim), processor)
     for (dtype, dim, rank, bits), processor in product(LATENT_SIZES, {*target.processors, *target.of_prompts}):

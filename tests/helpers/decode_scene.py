@@ -57,6 +57,7 @@ class Scene:
     dtype: torch.dtype = torch.float32
     bits: float = 0
     learned_sinks: bool = False
+    shared: bool = False  # whether values are the first channels of keys, where these lie
     rounding = 0.0  # of scores, beyond that of the dtype
 
     def __post_init__(self) -> None:
@@ -87,6 +88,9 @@ class Scene:
                 bulk[row, :, : max(gone - SINKS, 0)] = tensor[:, sinks:gone]
             self.near.append(near[:, :, : SINKS + end])  # a part of a larger buffer, as in the cache
             self.stored.append(bulk)
+        if self.shared:
+            self.values = [tensor[..., :value_dim] for tensor in self.keys]
+            self.near[1], self.stored[1] = self.near[0][..., :value_dim], self.stored[0][..., :value_dim]
         valid = torch.ones(self.batch, 1, dtype=torch.bool)
         valid[list(self.padding)] = False
         self.real = (
@@ -288,7 +292,8 @@ class Scene:
                 buffer[row, head] = torch.nan
         for row, head in flags.any(2)[..., 0].nonzero().tolist():
             read = (selected or {}).get((row, head), torch.ones(self.counts[row], dtype=torch.bool))
-            needed += sum(t[row, head, : self.counts[row]][read].nbytes for t in self.stored)
+            held = self.stored[: 1 if self.shared else 2]
+            needed += sum(t[row, head, : self.counts[row]][read].nbytes for t in held)
         return needed
 
     def check(self, out: Tensor, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> None:

@@ -11,7 +11,7 @@ from models import prompt, rounding
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qada_cache.attention.latent import LatentAttention
+from qada_cache.attention.latent_attention import LatentAttention
 
 SPLIT = [100, 30, 3, 1, 40, 1]  # tokens: a prompt, a long turn and a short one, a token, another long turn, a token
 

@@ -1,5 +1,6 @@
 """Reading selected tokens in a fused decode step, against float64: by the torch reference and by every kernel."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,14 @@ from torch import Tensor
 
 from qada_cache.kernels import cpu, decode_reference
 from qada_cache.kernels import triton as triton_decode
+from qada_cache.kernels.choice import choose_kernel
 from qada_cache.kernels.cpu import compiled_decode
+from qada_cache.kernels.cpu.building import has_compiler
+from qada_cache.kernels.cpu.compiled_decode import fused_parts
 from qada_cache.sketch import Layout, selection
 from qada_cache.sketch.codec import Sketch
 
+COMPILED_ONLY = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
 EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
 BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
 
@@ -96,6 +101,40 @@ def test_decided_heads(path: Path, group: int, group_rule: str) -> None:
     asked = 0.1 if group > 8 else 0.2  # by each head; all of what one asks for is read
     selected = run(path, scene, token_threshold=scene.token_threshold(asked), **decision)
     assert 0.02 < share(selected) < 0.8
+
+
+@pytest.mark.parametrize("path", [REFERENCE, COMPILED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_in_keys(path: Path, dtype: torch.dtype) -> None:
+    """As latents are: one key for all heads, whose first channels are the value."""
+    sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 64, "shared": True}
+    scene = Scene(bulk=[(257, 5), (39, 9), (63, 0)], dtype=dtype, bits=2, **sizes)
+    decision = {"criterion": "gaussian", "threshold": scene.threshold()}
+    assert 0.02 < share(run(path, scene, token_threshold=scene.token_threshold(0.1), **decision)) < 0.8
+
+
+@COMPILED_ONLY
+def test_more_heads_than_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are parts, each of which decides and selects as if it were alone; what several read counts once."""
+    scene = Scene(bulk=[(257, 5)], short=(), kv_heads=1, group=20, dim=72, value_dim=64, shared=True, bits=2)
+    theta = scene.token_threshold(0.1)
+    told = scene.arguments("cpu") | scene.decision_arguments(threshold=scene.threshold())
+    query, rows, layer = step_of(**told | scene.sketch_arguments("cpu", theta))
+    monkeypatch.setattr(cpu, "MIN_TOKENS", 200)
+    assert choose_kernel(query.states, layer.bulk_keys, layer.bulk_values, "gaussian", "auto") is fused_parts
+    found, flags = fused_parts(query, rows, layer)
+    read = torch.zeros(257, dtype=torch.bool)
+    for part in (slice(0, 10), slice(10, 20)):
+        own = replace(query, states=query.states[:, part], log_bulk=query.log_bulk[:, :, part].contiguous())
+        wanted, decided = decode_reference.decode_step(
+            own, rows, replace(layer, bulk_read_bytes=None, sketch_read_bytes=None)
+        )
+        torch.testing.assert_close(found[:, part], wanted, atol=1e-5, rtol=1e-5)
+        assert torch.equal(flags[:, :, part], decided)
+        read |= (scene.log_shares(0, 0)[part] >= math.log(theta))[decided[0, 0, :, 0]].any(dim=0)
+    assert layer.bulk_read_bytes == read.sum() * 72 * 4
+    assert layer.sketch_read_bytes == scene.sketch_read_bytes({(0, 0): read})
+    assert 0.02 < read.float().mean() < 0.9
 
 
 @EVERY

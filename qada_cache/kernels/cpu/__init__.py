@@ -49,6 +49,11 @@ def supports_sizes(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -
     return dtype in ELEMENTS and 1 <= queries <= MAX_QUERIES and dim % 8 == value_dim % 8 == 0
 
 
+def split_heads(heads: int) -> int:
+    """Of so many that share a key, how many a kernel takes at once: as many as can be in equal parts."""
+    return next(size for size in range(min(heads, MAX_QUERIES), 0, -1) if heads % size == 0)
+
+
 def round_queries(queries: int) -> int:
     """Of partial attention: calls of 1, 2, 3... tokens would each need a build of their own."""
     return 1 << (queries - 1).bit_length()
@@ -86,10 +91,11 @@ def has_contiguous_rows(tensor: Tensor) -> bool:
 
 
 def define(
-    element: str, dim: int, value_dim: int, queries: int, records: RecordLayout | None = None
+    element: str, dim: int, value_dim: int, queries: int, records: RecordLayout | None = None, *, shared: bool = False
 ) -> tuple[str, ...]:
-    """The macros that `SOURCE` is built with, `element` being one of `ELEMENTS`."""
-    values = CONSTANTS | {"DIM": dim, "VALUE_DIM": value_dim, "QUERIES": queries}
+    """The macros that `SOURCE` is built with, `element` being one of `ELEMENTS`; keys and values are `shared` as by
+    `operands.is_shared`."""
+    values = CONSTANTS | {"DIM": dim, "VALUE_DIM": value_dim, "SHARED": int(shared), "QUERIES": queries}
     bits = (records.key_bits, records.value_bits, records.size) if records else (0, 0, 1)
     values |= dict(zip(("KEY_BITS", "VALUE_BITS", "RECORD_SIZE"), bits, strict=True))
     return f"-D{element}", *(f"-D{name}={value}" for name, value in values.items())
@@ -97,11 +103,17 @@ def define(
 
 @functools.cache
 def build(
-    dtype: torch.dtype, dim: int, value_dim: int, queries: int, records: RecordLayout | None = None
+    dtype: torch.dtype,
+    dim: int,
+    value_dim: int,
+    queries: int,
+    records: RecordLayout | None = None,
+    *,
+    shared: bool = False,
 ) -> ctypes.CDLL | None:
     """The kernels for these sizes, and bulks of such records, built if need be; None, with one warning, if they cannot
     be built."""
-    macros = define(ELEMENTS[dtype], dim, value_dim, queries, records)
+    macros = define(ELEMENTS[dtype], dim, value_dim, queries, records, shared=shared)
     warning = "the fast attention kernel for CPUs could not be built, torch's slower one serves"
     if (kernels := build_library(SOURCE, macros, warning)) is None:
         return None

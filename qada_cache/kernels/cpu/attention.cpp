@@ -58,7 +58,8 @@ extern "C" int partial_attention(const Element* query, const Element* key, const
         int64_t start = tokens * split / splits, stop = tokens * (split + 1) / splits;
         Attention partial(query + head * QUERIES * DIM, scaling);
         partial.add(key + head / heads * key_batch + head % heads * key_head + start * DIM,
-                    value + head / heads * value_batch + head % heads * value_head + start * VALUE_DIM, stop - start);
+                    value + head / heads * value_batch + head % heads * value_head + start * VALUE_STRIDE,
+                    stop - start);
         partial.finish(&parts[job * SIZE], &part_lse[job * QUERIES]);
     }
     for (int64_t head = 0; head < batch * heads; head++)

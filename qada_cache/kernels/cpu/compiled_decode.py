@@ -4,6 +4,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, selection
 from ...sketch.coded import Records
 from .. import cpu
 from ..border import OperandError, check_tensor, describe
-from ..operands import Operands, Query, Rows, check
+from ..operands import Operands, Query, Rows, check, is_shared
 from ..turn import attend_to_turn
 from .addresses import CPU, View, find_view, view
 from .building import check_size
@@ -54,14 +55,27 @@ class Decode(ctypes.Structure):
 def supports(
     query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, records: Records | None = None
 ) -> bool:
-    """Whether `fused_decode` computes such calls (arguments as for `choice.choose_kernel`), its build included."""
+    """Whether `fused_decode` computes such calls (arguments as for `choice.choose_kernel`), its build included; or
+    `fused_parts`, where values are channels of the keys, and more heads of one row share these."""
+    if len(query) == 1 and is_shared(bulk_keys, bulk_values):
+        query = query[:, : cpu.split_heads(query.shape[1])]
     grouped_queries = query.reshape(query.shape[0], bulk_keys.shape[1], -1, query.shape[3])
     sizes = query.shape[3], bulk_values.shape[3], grouped_queries.shape[2]
+    shared, beside = is_shared(bulk_keys, bulk_values), records.tensor.shape[2] if records else 0
     return (
         criterion != "oracle"  # which needs every score
-        and cpu.supports(grouped_queries, bulk_keys, bulk_values, records.tensor.shape[2] if records else 0)
-        and cpu.build(query.dtype, *sizes, records.layout if records else None) is not None
+        and cpu.supports_sizes(query.dtype, *sizes)
+        and cpu.supports(grouped_queries, bulk_keys, bulk_keys if shared else bulk_values, beside)
+        and not (shared and records)
+        and _build(query.dtype, *sizes, records, shared) is not None
     )
+
+
+def _build(
+    dtype: torch.dtype, dim: int, value_dim: int, group: int, records: Records | None, shared: bool
+) -> ctypes.CDLL | None:
+    sizes = dtype, dim, value_dim, group, records.layout if records else None
+    return cpu.build(*sizes, shared=True) if shared else cpu.build(*sizes)
 
 
 def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
@@ -76,6 +90,17 @@ def fused_turn(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tenso
     """As `fused_decode`, of several queries of one row: `[1, heads, queries, value_dim]`, and bool flags `[1, kv_heads,
     group, queries]`. A byte that several need counts once."""
     return attend_to_turn(fused_decode, query, rows, layer)
+
+
+def fused_parts(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
+    """As `fused_decode`, of heads of one row that share one key, more than a kernel takes: as rows that share what one
+    row holds. Each part of them decides and selects for itself; a byte that several need counts once."""
+    (_, heads, _, dim), mass = query.states.shape, query.log_bulk
+    assert mass is not None
+    size = cpu.split_heads(heads)
+    states, mass = query.states.reshape(-1, size, 1, dim), mass.reshape(-1, 1, size, 1)
+    out, flags = fused_decode(replace(query, states=states, log_bulk=mass), rows, layer)
+    return out.view(1, heads, 1, -1), flags.view(1, 1, heads, 1)
 
 
 class BoundStep:
@@ -110,18 +135,22 @@ class BoundStep:
             views["record_weights"] = records.weights[None]
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
+        near, bulk = (layer.near_keys, layer.near_values), (layer.bulk_keys, layer.bulk_values)
+        shared = is_shared(*near) and is_shared(*bulk)
         for name, tensor in buffers.items():  # the tokens of a head lie one after the other
-            setattr(decode, name, find_view(name, tensor, states.dtype, tensor.shape, packed=2))
+            packed = 1 if shared and name.endswith("values") else 2
+            setattr(decode, name, find_view(name, tensor, states.dtype, tensor.shape, packed=packed))
         self._log_bulk = decode.log_bulk  # a view of its fields
-        kernels = cpu.build(states.dtype, states.shape[3], value_dim, group, records.layout if records else None)
+        sizes = states.shape[3], value_dim, group
+        kernels = _build(states.dtype, *sizes, records, shared)
         assert kernels is not None
         check_size(Decode, kernels.decode_size(), cpu.SOURCE)
         self._run: Callable[[], None] = functools.partial(kernels.fused_decode, ctypes.byref(decode))
         self._out = (*states.shape[:3], value_dim)
         self._flags = (FLAGS, states.shape[0], layer.kv_heads, group, 1)
         self._unused: list[Tensor] = []  # of so many calls
-        near = layer.near_keys, layer.near_values
-        self._new = [(part.dtype, (len(states), layer.kv_heads, 1, part.shape[3])) for part in near]
+        stored = near[:1] if shared else near
+        self._new = [(part.dtype, (len(states), layer.kv_heads, 1, part.shape[3])) for part in stored]
 
     def compute(self, query: Query, rows: Rows) -> tuple[Tensor, Tensor]:
         """`fused_decode` for another query and other rows than those that were bound."""

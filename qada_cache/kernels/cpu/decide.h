@@ -87,6 +87,7 @@ struct Decode {
         if (!new_keys) return;
         const int64_t index = row * kv_heads + head, column = rows.columns - 1;
         std::copy_n(new_keys + index * DIM, DIM, near_keys.at(row, head) + column * DIM);
+        if (SHARED) return;
         std::copy_n(new_values + index * VALUE_DIM, VALUE_DIM, near_values.at(row, head) + column * VALUE_DIM);
     }
 
@@ -105,13 +106,13 @@ struct Decode {
     void add_columns(Attention& partial, const uint8_t* mask, int64_t row, int64_t head) const {
         for (int64_t start = 0, stop; start < rows.columns; start = stop + 1) {
             for (stop = start; stop < rows.columns && mask[stop];) stop++;
-            partial.add(near_keys.at(row, head) + start * DIM, near_values.at(row, head) + start * VALUE_DIM,
+            partial.add(near_keys.at(row, head) + start * DIM, near_values.at(row, head) + start * VALUE_STRIDE,
                         stop - start);
         }
     }
 };
 
-constexpr int64_t TOKEN_BYTES = (DIM + VALUE_DIM) * (int64_t)sizeof(Element);
+constexpr int64_t TOKEN_BYTES = (DIM + (SHARED ? 0 : VALUE_DIM)) * (int64_t)sizeof(Element);
 
 // What is read of a bulk that all rows of a call share, as the tokens of one row's call do: what several of them read
 // counts once.

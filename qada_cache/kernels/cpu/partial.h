@@ -12,9 +12,9 @@ constexpr int PREFETCH_BYTES = 2048;        // bytes that are asked for before t
 // Which rows of keys and values are read: one after the other,
 struct ContiguousPlaces {
     int64_t operator[](int64_t t) const { return t; }
-    template <int SIZE>
+    template <int SIZE, int STRIDE>
     INLINED void prefetch_after(const Element* rows, int64_t t) const {
-        prefetch<SIZE>(rows + t * SIZE + PREFETCH_BYTES / sizeof(Element));
+        prefetch<SIZE>(rows + t * STRIDE + PREFETCH_BYTES / sizeof(Element));
     }
 };
 
@@ -23,15 +23,15 @@ struct IndexedPlaces {
     const int32_t* tokens;
     int64_t count, start;
     int64_t operator[](int64_t t) const { return tokens[t] - start; }
-    template <int SIZE>
+    template <int SIZE, int STRIDE>
     INLINED void prefetch_after(const Element* rows, int64_t t) const {
-        prefetch<SIZE>(rows + (*this)[std::min(t + BLOCK, count - 1)] * SIZE);
+        prefetch<SIZE>(rows + (*this)[std::min(t + BLOCK, count - 1)] * STRIDE);
     }
 };
 
 constexpr int PARTS = DIM / WIDTH, VALUE_PARTS = VALUE_DIM / WIDTH;
 
-// Tokens as the model made them: `key` [*, DIM] and `value` [*, VALUE_DIM], contiguous.
+// Tokens as the model made them: `key` [*, DIM] and `value` [*, VALUE_DIM], `VALUE_STRIDE` apart.
 template <typename Places>
 struct Elements {
     const Element *key, *value;
@@ -43,7 +43,7 @@ struct Elements {
             Floats unpacked[4][PARTS];
             for (int i = 0; i < 4; i++) {
                 const int64_t token = first + std::min(t + i, count - 1);
-                places.template prefetch_after<DIM>(key, token);
+                places.template prefetch_after<DIM, DIM>(key, token);
                 unpack<DIM>(key + places[token] * DIM, unpacked[i]);
             }
             for (int q = 0; q < QUERIES; q++) {
@@ -59,8 +59,12 @@ struct Elements {
 
     // What weights are to be times unpacked values.
     INLINED void scale(int64_t, int, float (*)[BLOCK]) const {}
-    INLINED void unpack_value(int64_t t, Floats* out) const { unpack<VALUE_DIM>(value + places[t] * VALUE_DIM, out); }
-    INLINED void prefetch_value_after(int64_t t) const { places.template prefetch_after<VALUE_DIM>(value, t); }
+    INLINED void unpack_value(int64_t t, Floats* out) const {
+        unpack<VALUE_DIM>(value + places[t] * VALUE_STRIDE, out);
+    }
+    INLINED void prefetch_value_after(int64_t t) const {
+        places.template prefetch_after<VALUE_DIM, VALUE_STRIDE>(value, t);
+    }
 };
 
 // Values times weights, added to `sums`: `COUNT` vectors of every query from `FIRST` on, which stay in registers.
@@ -100,13 +104,13 @@ struct Attention {
         }
     }
 
-    // `key` [*, DIM] and `value` [*, VALUE_DIM], contiguous, of which `tokens` rows are read.
+    // `key` [*, DIM] and `value` [*, VALUE_DIM] as in `Elements`, of which `tokens` rows are read.
     template <typename Places = ContiguousPlaces>
     void add(const Element* key, const Element* value, int64_t tokens, Places places = {}) {
         if constexpr (std::is_same_v<Places, IndexedPlaces>)  // which no hardware foresees
             for (int64_t t = 0; t < std::min<int64_t>(BLOCK, tokens); t++) {
                 prefetch<DIM>(key + places[t] * DIM);
-                prefetch<VALUE_DIM>(value + places[t] * VALUE_DIM);
+                if (!SHARED) prefetch<VALUE_DIM>(value + places[t] * VALUE_STRIDE);
             }
         Elements<Places> all{key, value, places};
         add(all, tokens);

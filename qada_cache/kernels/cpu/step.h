@@ -221,7 +221,7 @@ struct Share {
             bulk.add(key, value, count, IndexedPlaces{listed, count, recorded});
         } else {
             if (first == 0) call.add_columns(bulk, call.rows.pending.at(row), row, kv_head);
-            bulk.add(key + first * DIM, value + first * VALUE_DIM, count);
+            bulk.add(key + first * DIM, value + first * VALUE_STRIDE, count);
         }
         bulk.finish(out, lse);
     }

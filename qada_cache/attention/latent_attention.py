@@ -1,0 +1,136 @@
+"""Attention of one call over the latents that a layer caches, for queries of the heads that its module expands.
+
+Cached tokens are not expanded for a few queries: with `q' = [q_nope W_k | q_rotary]` a score is `q' [latent | rotary]`,
+one key for all heads, and the output `W_v` times the softmax average of the latents, which are channels of the keys.
+So a layer has one KV head, and where heads decide, they decide and select as those of any other layer do.
+"""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import merge_partials, partial_attention
+from ..kernels.operands import Query
+from ..models.latent import Projections, absorb, add_bias, ask_projections, expand, is_plain, read_projections
+from ..storage import TokenStore
+from ..storage.reading import stream
+from .absorbed import attend_to_parts
+from .decode import attend_adaptively
+from .latent import LatentLayer
+
+EXPANDED = 1 << 24  # numbers of keys and values of a block, 64 MiB in float32
+MIN_BLOCK = 256  # tokens
+
+
+class LatentAttention:
+    """Attention of one call over the cached tokens of a layer."""
+
+    def __init__(self, layer: LatentLayer, store: TokenStore, query: Query, value_dim: int) -> None:
+        """`value_dim` is that of the output, more than the module's values have if attention is given padded ones."""
+        assert layer.bound_module is not None
+        self.layer, self.store, self.query = layer, store, query
+        self.module, self.value_dim = layer.bound_module(), value_dim
+        self.nope = query.states.shape[3] - layer.sizes.rope
+        self.told: dict[str, Any] = {
+            "scaling": query.scaling,
+            "softcap": query.softcap,
+            "kernels": layer.options.kernels,
+        }
+
+    def attend(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Exact attention: `out` `[rows, heads, queries, value_dim]` float32 and `lse` of queries `[rows, heads,
+        queries, nope + rope]` of rows alike, as `partial_attention` returns them."""
+        past = self.store.lengths[rows.start]
+        absorbed = self.query.softcap is None and self._is_cheaper_absorbed(past, states.shape[2])
+        return self._attend_absorbed(rows, states) if absorbed else self._attend_expanded(rows, states)
+
+    def attend_adaptively(self) -> Tensor:
+        """What `decode.attend_adaptively` computes of the query, `[batch, heads, queries, value_dim]` in its dtype. All
+        keys of a head have the same bias, which no softmax shows."""
+        states = self.query.states
+        absorbed = self._absorb(states).view(*states.shape[:3], -1)
+        out = attend_adaptively(self.layer, self.store, replace(self.query, states=absorbed))
+        return self._project(out).to(states.dtype)
+
+    @cached_property
+    def by_weight(self) -> bool:
+        """Whether projections are there to be read."""
+        return self.layer.reads_weight and is_plain(self.module)
+
+    @cached_property
+    def projections(self) -> Projections:
+        """The module's."""
+        sizes, heads = self.layer.sizes, self.query.states.shape[1]
+        if self.by_weight:
+            return read_projections(self.module, sizes, heads, self.nope)
+        return ask_projections(self.module, sizes, self.nope, self.store.near_keys)
+
+    def _is_cheaper_absorbed(self, past: int, queries: int) -> bool:
+        """By multiplications for a head, of queries that read so many tokens."""
+        rank, rope = self.layer.sizes
+        expansion = rank * (self.nope + self.value_dim)  # of one token, or of one query's absorption
+        asked = 0 if self.by_weight or "projections" in vars(self) else rank * expansion
+        absorbed = queries * (past * (2 * rank + rope) + expansion) + asked
+        return absorbed <= past * (expansion + queries * (self.nope + rope + self.value_dim))
+
+    def _attend_absorbed(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
+        grouped = self._absorb(states)
+        out = grouped.new_zeros(*grouped.shape[:3], self.layer.sizes.rank, dtype=torch.float32)
+        lse = out.new_full(out.shape[:-1], -torch.inf)
+        parts = attend_to_parts(
+            self.store, rows, grouped, self.layer.sizes.rank, scaling=self.query.scaling, kernels=self.told["kernels"]
+        )
+        for at, *far, nbytes in parts:
+            out[at], lse[at] = merge_partials(out[at], lse[at], *far)
+            self.layer.counters.streamed_bytes += nbytes
+        return self._merge_heads(out, lse, states)
+
+    def _absorb(self, states: Tensor) -> Tensor:
+        """Queries that meet latents as they are: `[rows, 1, heads * queries, rank + rope]`, in the dtype of these."""
+        absorbed = absorb(states, self.projections, self.layer.sizes)
+        return absorbed.reshape(len(states), 1, -1, absorbed.shape[3]).to(self.store.near_keys.dtype)
+
+    def _merge_heads(self, out: Tensor, lse: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """What `attend` returns, from averages of latents `[rows, 1, heads * queries, rank + rope]` and their `lse`, of
+        what `_absorb` made of `states`."""
+        by, shape = self.projections, states.shape[:3]
+        found, lse = self._project(out.view(*shape, -1)), lse.view(shape)
+        if by.key_bias is not None:
+            own = states[..., : self.nope].to(by.keys.dtype)
+            lse = lse + self.query.scaling * (own.float() @ by.key_bias.float().unsqueeze(-1)).squeeze(-1)
+        return found, lse
+
+    def _project(self, averages: Tensor) -> Tensor:
+        """`[rows, heads, queries, value_dim]` float32, of averages of latents, with rotary channels behind them or
+        without, `[rows, heads, queries, *]`."""
+        by = self.projections
+        own = averages[..., : self.layer.sizes.rank].to(by.values.dtype)
+        found = (by.values @ own.mT).mT  # in this order, as else torch copies weights of 16 bits first
+        return self._pad(add_bias(found, by.value_bias).float())
+
+    def _attend_expanded(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
+        out = states.new_zeros(*states.shape[:3], self.value_dim, dtype=torch.float32)
+        lse = out.new_full(out.shape[:-1], -torch.inf)
+        block = max(MIN_BLOCK, EXPANDED // (states.shape[1] * (states.shape[3] + self.value_dim)))
+
+        def take(at: slice, latents: Tensor) -> None:
+            for latent in latents.split(block, dim=2):
+                keys, values = expand(self.module, *latent.split(self.layer.sizes, dim=-1))
+                keys, values = keys.to(states), self._pad(values.to(states))
+                far = partial_attention(states[at], keys, values, **self.told)
+                out[at], lse[at] = merge_partials(out[at], lse[at], *far)
+
+        for keys, _ in self.store.view_near(rows):
+            if keys.shape[2]:
+                take(slice(None), keys)
+        for part in stream(self.store.bulk, rows):
+            take(slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.keys)
+            self.layer.counters.streamed_bytes += part.bulk_read_bytes
+        return out, lse
+
+    def _pad(self, values: Tensor) -> Tensor:
+        """With as many channels as the output has."""
+        return nn.functional.pad(values, (0, self.value_dim - values.shape[-1]))

@@ -1,0 +1,130 @@
+"""Latent attention whose heads decide and select tokens, where a criterion asks for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from latents import assert_near, dynamic
+from models import LATENT, forced, prompt, tiny
+from small_sketch import small_sketch
+from stand_in import accelerator
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qada_cache import KeyMoments, QAdACache
+from qada_cache.key_moments.observing import observe_queries, read_keys
+from qada_cache.models import attention_table
+
+SPLIT = [200, 1, 5, 1]  # tokens: a prompt, then single ones and a short turn
+OPTIONS = {"criterion": "gaussian", "moments": "current", "local_tokens": 20, "sink_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def small() -> Iterator[None]:
+    """Rows of few tokens have a sketch."""
+    with small_sketch(40, 64):
+        yield
+
+
+@pytest.fixture(params=LATENT)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Whose scores lie far apart."""
+    return tiny(request.param, initializer_range=0.2)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("options", [{"token_threshold": 1e-30}, {"token_threshold": 0.0}, {"criterion": "oracle"}])
+def test_who_selects_all_reads_what_others_read(model: PreTrainedModel, kernels: str, options: dict[str, Any]) -> None:
+    """With thresholds so near 1 that no head is local."""
+    ids, mask = prompt(sum(SPLIT) + 20, 131)
+    wanted = forced(model, ids, SPLIT, dynamic(model), mask)
+    cache = QAdACache(model, **{**OPTIONS, "threshold": 1 - 1e-9, "kernels": kernels, **options})
+    got = forced(model, ids, SPLIT, cache, mask)
+    real = mask.bool()
+    assert_near(model, got[real], wanted[real])
+    stats = cache.stats()
+    assert stats.steps > 20
+    assert stats.bulk_read_bytes == stats.dense_bulk_bytes > 0
+    assert (stats.sketch_read_bytes > 0) == ("token_threshold" in options and options["token_threshold"] > 0)
+
+
+def test_few_tokens_say_nearly_the_same(model: PreTrainedModel) -> None:
+    """What is read of latents is counted once; kernels and torch agree, wherever the bulk lies."""
+    ids = prompt(400)[0]
+    kinds: dict[str, dict[str, Any]] = {"auto": {}, "torch": {"kernels": "torch"}, "offloaded": {"kernels": "torch"}}
+    kinds |= {"local": {"criterion": "local"}, "all": {"criterion": "dense"}}
+    found = {}
+    for kind, options in kinds.items():
+        with accelerator() if kind == "offloaded" else nullcontext():
+            cache = QAdACache(model, **{**OPTIONS, "token_threshold": 2.0, **options})
+            found[kind] = forced(model, ids, [380, 1], cache)[:, 380:]
+        stats = cache.stats()
+        if kind not in ("local", "all"):
+            assert 0.02 < stats.bulk_read_bytes / stats.dense_bulk_bytes < 0.7
+    assert_near(model, found["auto"], found["torch"])
+    assert_near(model, found["offloaded"], found["torch"])
+    off, missed = ((found[kind] - found["all"]).norm() for kind in ("auto", "local"))
+    assert off < 0.3 * missed
+
+
+@torch.no_grad()
+def test_moments_are_of_latents(model: PreTrainedModel) -> None:
+    """Keys that turn at their end, and queries that meet them: scores are those of the model's own queries and keys."""
+    moments = KeyMoments.collect(model, prompt="random-tokens", tokens=200, progress=False)
+    assert moments.shape == (2, 1, 24)
+    layouts = {"deepseek_v2": "interleaved at the end", "deepseek_v3": "half at the end"}
+    assert {rotation.layout for rotation in moments.rotations} == {layouts[model.config.model_type]}
+    ids = prompt(30)[0]
+    absorbed, scores = dict[int, Tensor](), dict[int, Tensor]()
+
+    def note(base: Any, module: Any, query: Tensor, key: Tensor, *given: Any, **kwargs: Any) -> Any:
+        scores[module.layer_idx] = query @ key.mT
+        return base(module, query, key, *given, **kwargs)
+
+    attention_table.place(note)
+    try:
+        with observe_queries(model, absorbed.__setitem__):
+            held = read_keys(model, ids, None, chunk=30, done=lambda tokens: None)
+    finally:
+        attention_table.displace(note)
+    for layer, wanted in scores.items():
+        torch.testing.assert_close(absorbed[layer] @ held[layer].mT, wanted)
+    assert moments.query_energies is not None
+    assert (moments.query_energies > 0).all()
+    cache = QAdACache(model, **{**OPTIONS, "moments": ("current", moments), "token_threshold": 2.0})
+    forced(model, prompt(230)[0], SPLIT, cache)
+    assert torch.equal(cache.layers[1].store.sketch.energies.cpu(), moments.query_energies[1])
+
+
+def test_copies_files_and_crops(model: PreTrainedModel, tmp_path: Path) -> None:
+    """All go on as one; a fork that reads everything does, and one of it selects again."""
+    ids = prompt(260)[0]
+    cache = QAdACache(model, **OPTIONS, token_threshold=2.0)
+    forced(model, ids[:, :230], SPLIT, cache)
+    cache.save(tmp_path / "cache")
+    dense = cache.fork(criterion="dense")
+    others = [copy.deepcopy(cache), dense.fork(criterion="gaussian", moments="current")]
+    others += [QAdACache.load(tmp_path / "cache", model), cache, dense]
+    found = []
+    for each in others:
+        each.crop(-60)
+        found.append(forced(model, ids[:, 170:], [59, 1], each))
+    for got in found[1:-1]:
+        assert torch.equal(got, found[0])
+    assert_near(model, found[-1], forced(model, ids, [260], dynamic(model))[:, 170:])
+    assert not torch.equal(found[-1], found[0])
+
+
+def test_what_is_not_served_says_so() -> None:
+    model = tiny("deepseek_v3")
+    for options in ({"bulk_bits": 8}, {"kernels": "triton"}, {"prefill_threshold": 1.0}, {"cuda_graph": True}):
+        ((name, value),) = options.items()
+        said = f"selects tokens of latent attention, .* {name}={value!r} .* leave out {name}, or give"
+        with pytest.raises(NotImplementedError, match=said):
+            QAdACache(model, **OPTIONS, **options)
