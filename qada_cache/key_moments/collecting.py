@@ -17,7 +17,6 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 
 from ..kernels.reference import suspend_autocast
 from ..models import find_full_attention_layers, find_inputs_device, unwrap_model
-from ..models.latent import check_decides
 from ..models.plain import make_plain
 from ..models.sharding import HeadShard, find_shard
 from ..models.shared_keys import find_readers
@@ -109,7 +108,6 @@ def collect(
     Raises:
         ValueError: an argument outside its range, a prompt too short, scheme "analytic" without a known rotation,
             or no layer with keys for a QAdACache.
-        NotImplementedError: the model's own indexer picks the tokens that are read.
     """
     model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel):
@@ -122,7 +120,6 @@ def collect(
     managed = find_full_attention_layers(DynamicCache(config=config))
     if not managed:
         raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
-    check_decides(config)
     shard = find_shard(model, config, managed)
     layers, longest, rope = config.num_hidden_layers, _find_longest(model, config), read_rope_settings(config)
     kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"

@@ -103,15 +103,6 @@ def check_tunable(config: PreTrainedConfig) -> None:
         )
 
 
-def check_decides(config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a decoder whose tokens an indexer picks."""
-    if has_indexers(config):
-        raise NotImplementedError(
-            f"an indexer of {config.model_type} picks the tokens that are read: nothing is decided, so there are no "
-            "moments to collect"
-        )
-
-
 def has_latents(module: Any) -> bool:
     """Whether an attention module, or a class of some, caches latents."""
     return hasattr(module, "expand_kv")

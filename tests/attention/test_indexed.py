@@ -18,7 +18,7 @@ from stand_in import accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import PrefixStore, QAdACache, restore_attention
+from qada_cache import KeyMoments, PrefixStore, QAdACache, restore_attention
 from qada_cache.attention import forward, indexed
 from qada_cache.attention.indexed import IndexedLayer
 from qada_cache.models.latent import has_indexers
@@ -186,3 +186,13 @@ def test_other_caches_and_no_trace() -> None:
         cache.layers[0].keys  # noqa: B018  # which has numbers that stand for it in a pass alone
     restore_attention(model)
     assert hasattr(kind.expand_kv, "_qada_own") == bool(forward._switched_on)
+
+
+def test_heads_decide_nothing() -> None:
+    """Whatever the criterion."""
+    model = make("DeepseekV32")
+    with pytest.raises(ValueError, match="no full-attention layers, so there are no key moments"):
+        KeyMoments.collect(model)
+    assert QAdACache(model, criterion="gaussian").options.criterion == "dense"
+    with pytest.raises(NotImplementedError, match=r"reads all tokens of latent attention, .* criterion='local' asks"):
+        QAdACache(model, criterion="local")

@@ -94,6 +94,22 @@ def test_stored_prompts(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(got), logits_of(wanted), rtol=0, atol=1e-3)
 
 
+def test_stored_prompts_of_which_heads_select(tmp_path: Path) -> None:
+    """A text goes on behind a stored prompt as behind one that was read."""
+    model, store = tiny("deepseek_v3", max_position_embeddings=2048, initializer_range=0.2), PrefixStore(tmp_path)
+    options = {"criterion": "gaussian", "moments": "current", "token_threshold": 2.0, **SMALL}
+    document, question = prompt(1300)[0], prompt(20, seed=8)[0]
+    cache = store.cache(model, document, **options)
+    forced(model, document, [1300], cache)
+    store.keep(cache, document)
+    ids, found = torch.cat([document, question], dim=1), []
+    for each in (PrefixStore(store.folder).cache(model, ids, **options), cache):
+        assert each.get_seq_length() == 1300
+        found.append(generate(model, ids, each).sequences)
+        assert 0 < each.stats().bulk_read_bytes < each.stats().dense_bulk_bytes
+    assert torch.equal(*found)
+
+
 def test_an_interrupted_pass_leaves_other_caches_alone(model: PreTrainedModel) -> None:
     """Between `update` and attention nothing but the thread says whose keys come next."""
     ids = prompt(60)[0]
