@@ -77,8 +77,14 @@ def attend(
     asked = Query(query, scaling, softcap, None if sinks is None else sinks.reshape(-1))
 
     def attend_by_model() -> Tensor:
-        untagged = key.view_as(key)  # `base` may lead back to us, where others put a function into the table
-        return base(module, query, untagged, value, mask, **kwargs)[0]
+        # `base` may lead back to us, where others put a function into the table: to no layer of ours.
+        untagged, thread = key.view_as(key), threading.get_ident()
+        lending = _lending.pop(thread, None)
+        try:
+            return base(module, query, untagged, value, mask, **kwargs)[0]
+        finally:
+            if lending is not None:
+                _lending[thread] = lending
 
     asker: Asker = layer
     twice = layer if isinstance(layer, DifferentialLayer) else None

@@ -27,7 +27,7 @@ from . import scoring
 from .beginnings import Beginnings
 
 NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
-CRITERIA = {"qada": "gaussian", "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
+CRITERIA = {"qada": None, "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
 # `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
 _NAMES = (*inspect.signature(QAdACache).parameters, "heads")
 KEYWORDS = tuple(f"cache_{name}" for name in (*_NAMES, "store") if name not in ("model", "config", "criterion"))

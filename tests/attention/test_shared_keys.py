@@ -17,8 +17,9 @@ import transformers
 from models import SMALL, VOCABULARY, exact, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from qada_cache import PrefixStore, QAdACache, StaticHeads
+from qada_cache import PrefixStore, QAdACache, StaticHeads, restore_attention
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
 
@@ -242,3 +243,15 @@ def test_prompts_are_stored(model: PreTrainedModel, tmp_path: Path) -> None:
         assert_close(logits, wanted if tokens == 400 else model(text, **pass_cache(dynamic(model))).logits[:, -1:])
         store.keep(cache, text)
     assert store.stats().hits == 2
+
+
+def test_another_function_in_the_table_leads_back(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a library that calls what it found there. It is called for the prompts of layers that read others' keys."""
+    ids = prompt(60)[0]
+    wanted = generate(model, ids, dynamic(model), tokens=4)
+    exact(model, moments="current")
+    ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", lambda *given, **named: ours(*given, **named))
+    got = generate(model, ids, exact(model, moments="current", prefill_threshold=0.0, kernels="torch"), tokens=4)
+    assert torch.equal(got.sequences, wanted.sequences)
+    restore_attention(model)

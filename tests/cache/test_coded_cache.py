@@ -376,12 +376,11 @@ def test_none_is_8_where_a_kernel_reads_records(monkeypatch: pytest.MonkeyPatch)
     ("family", "changes"),
     [
         ("gemma2", {}),
-        ("gpt_oss", {}),
         ("llama", {"dtype": torch.float64}),
         ("llama", {"num_attention_heads": 32, "num_key_value_heads": 1, "hidden_size": 32, "head_dim": 8}),
         ("llama", {"head_dim": 12}),
     ],
-    ids=["caps scores", "learned sinks", "float64", "large groups", "odd heads"],
+    ids=["caps scores", "float64", "large groups", "odd heads"],
 )
 def test_where_no_kernel_decodes_none_is_16(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -250,7 +250,7 @@ def test_rows(ids: Tensor) -> None:
 
 @pytest.mark.parametrize("others", [{}, {"few": True}, {"tokens": True}, {"tokens": True, "few": True}])
 def test_the_command_adds_them_to_what_is_asked_for(others: dict[str, bool]) -> None:
-    flags = {"few": False, "tokens": False, "own": False, "bits": [16], "prefill": []} | others
+    flags = {"few": False, "tokens": False, "own": False, "bits": [16], "prefill": [], "latents": False} | others
     without, found = (trials.choose_ways(Namespace(**flags, peers=peers)) for peers in (False, True))
     assert not set(without) & set(list_peer_ways())
     assert found == [*(without if others else []), *list_peer_ways()]
