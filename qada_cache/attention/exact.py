@@ -49,7 +49,8 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
         if not found.numel():  # this row is padding from end to end
             continue
         if selects:
-            _select_by_cpu(layer, query.scaling, own, to, padding=tokens - own[0].shape[2])
+            padding = tokens - own[0].shape[2]
+            _select(selected_prompt.selected_attention, layer, query.scaling, own, to, padding=padding)
         else:
             prompt.prompt_attention(*own, scaling=query.scaling, causal=True, out=to)
         if not isinstance(real, slice):
@@ -62,52 +63,55 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
     our kernel serves; else None. Keys and values of a row are joined for it."""
     states = query.states
     plain = query.softcap is None and query.sink_logits is None and query.visible is None and query.valid is None
-    kernels, end = layer.options.kernels, layer.shared.forward_pass.prompt_tokens
-    if not plain or layer.options.prefill_threshold <= 0 or kernels == "torch" or not end:
+    kernels, in_chunks = layer.options.kernels, layer.shared.forward_pass.prompt_tokens > 0
+    if not plain or layer.options.prefill_threshold <= 0 or kernels == "torch" or not in_chunks:
         return None
     if not isinstance(layer, QAdALayer) or isinstance(layer, LatentLayer) or layer.padding.known.numel():
         return None
+    if {*store.dtypes} != {states.dtype}:
+        return None
+    select: Callable[..., Any] | None = selected_prompt.selected_attention
     by_cpu = kernels == "auto" and states.is_cpu
-    known = not by_cpu or prompt.serves_sizes(states.shape[3], value.shape[3], states.dtype)
-    if not known or {*store.dtypes} != {states.dtype} or (by_cpu and not selected_prompt.serves(states, value)):
+    if not by_cpu:  # asked before anything is joined
+        select = find_selected_attention(states, key, value, kernels, past=min(store.lengths))
+    elif not (
+        prompt.serves_sizes(states.shape[3], value.shape[3], states.dtype) and selected_prompt.serves(states, value)
+    ):
+        return None
+    if select is None:
         return None
     out = states.new_empty(*states.shape[:3], value.shape[3])
     for row in range(len(states)):
         rows = slice(row, row + 1)
         held = store.copy_tokens(rows, 0, store.lengths[row])
         keys, values = (torch.cat([past, new[rows]], dim=2) for past, new in zip(held, (key, value), strict=True))
-        own, to = (states[rows], keys, values), out[rows]
-        if by_cpu and prompt.serves(*own, causal=True):
-            _select_by_cpu(layer, query.scaling, own, to, padding=0)
-        elif not by_cpu and (select := find_selected_attention(*own, kernels)) is not None:
-            _select(select, layer, query.scaling, own, to, end=end)
-        else:
+        own = states[rows], keys, values
+        if by_cpu and not prompt.serves(*own, causal=True):
             return None
+        _select(select, layer, query.scaling, own, out[rows])
     return out
 
 
-def _select_by_cpu(layer: Asker, scaling: float, call: Sequence[Tensor], out: Tensor, *, padding: int) -> None:
-    """`selected_attention` of a prompt or a chunk of one row, with what the layer's options and counters say. `padding`
-    are tokens of the whole prompt that are none of the row's."""
-    query, key, value = call
-    told: dict[str, Any] = {"sinks": layer.options.sink_tokens, "window": layer.options.window}
-    told |= {"threshold": layer.options.prefill_threshold, "end": layer.shared.forward_pass.prompt_tokens - padding}
-    computed = selected_prompt.selected_attention(query, key, value, scaling=scaling, out=out, **told)
-    layer.counters.prompt_read_pairs += computed
-    layer.counters.prompt_pairs += prompt.count_pairs(query, key)
-
-
 def _select(
-    select: Callable[..., Tensor], layer: Asker, scaling: float, call: Sequence[Tensor], out: Tensor, *, end: int = 0
+    select: Callable[..., int | Tensor],
+    layer: Asker,
+    scaling: float,
+    call: Sequence[Tensor],
+    out: Tensor,
+    *,
+    padding: int = 0,
 ) -> None:
-    """As `_select_by_cpu`, by a kernel that `find_selected_attention` found; of a prompt of `end` tokens, if these are
-    not all."""
-    options, (query, key, value) = layer.options, call
-    told: dict[str, Any] = {"scaling": scaling, "threshold": options.prefill_threshold, "end": end}
-    told |= {"sinks": options.sink_tokens, "window": options.window}
-    pairs = select(query, key, value, out=out, **told)
-    layer.counters.find_on(pairs.device, "prompt_read_pairs").add_(pairs)
-    layer.counters.prompt_pairs += prompt.count_pairs(query, key)
+    """A `selected_attention` of a prompt or a chunk, with what the layer's options and counters say. `padding` are
+    tokens of the whole prompt that are none of the row's."""
+    (query, key, value), options, counters = call, layer.options, layer.counters
+    told: dict[str, Any] = {"sinks": options.sink_tokens, "window": options.window}
+    told |= {"threshold": options.prefill_threshold, "end": layer.shared.forward_pass.prompt_tokens - padding}
+    pairs = select(query, key, value, scaling=scaling, out=out, **told)
+    if isinstance(pairs, Tensor):  # on a device, which is not waited for
+        counters.find_on(pairs.device, "prompt_read_pairs").add_(pairs)
+    else:
+        counters.prompt_read_pairs += pairs
+    counters.prompt_pairs += prompt.count_pairs(query, key)
 
 
 def attend_exactly(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:

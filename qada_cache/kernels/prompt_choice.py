@@ -17,13 +17,16 @@ MIN_TOKENS = 1024  # of a prompt: a shorter one takes no time
 TRIED_TOKENS, LOW = 300, 1e-9  # at such a threshold every token is read
 
 
-def find_selected_attention(query: Tensor, key: Tensor, value: Tensor, kernels: str) -> Callable[..., Tensor] | None:
+def find_selected_attention(
+    query: Tensor, key: Tensor, value: Tensor, kernels: str, *, past: int = 0
+) -> Callable[..., Tensor] | None:
     """`triton.selected_prompt.selected_attention` where it computes such a prompt, or such a chunk of one, of shapes as
-    there; else None, and it is read exactly. `kernels` is one of `choice.KINDS`."""
+    there but for `past` tokens that are still to be joined; else None, and it is read exactly. `kernels` is one of
+    `choice.KINDS`."""
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
     heads, queries, dim = query.shape[1:]
-    tokens = key.shape[2]
+    tokens = past + key.shape[2]
     packed = all(tensor.stride(3) == 1 for tensor in (query, key, value))
     if not packed or tokens < max(MIN_TOKENS, queries) or (torch.is_grad_enabled() and query.requires_grad):
         return None

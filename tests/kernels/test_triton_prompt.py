@@ -215,12 +215,17 @@ def test_chunks_of_any_length() -> None:
 def test_chunks_in_a_cache(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_choice, "MIN_TOKENS", 1)
     model, ids = tiny("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1), prompt(600)[0]
-    found = []
+    found, ends, own = [], [], selected_prompt.selected_attention
+    monkeypatch.setattr(prompt_choice, "_find_prompt_fault", lambda *_, **__: None)
+    monkeypatch.setattr(
+        selected_prompt, "selected_attention", lambda *call, **told: ends.append(told["end"]) or own(*call, **told)
+    )
     for theta in (0.0, 1e-9, 300.0):
         cache = exact(model, prefill_threshold=theta, bulk_bits=bits, kernels="triton")
         told = {"max_new_tokens": 1, "prefill_chunk_size": 256, "output_logits": True, "return_dict_in_generate": True}
         found.append(model.generate(ids, **pass_cache(cache), **told, do_sample=False, pad_token_id=0).logits[0])
         assert cache.stats().prompt_pairs == (theta > 0) * 2 * 600 * 601 // 2
+    assert ends == 2 * 3 * [600]  # the first chunk has none of the last queries either
     assert cache.stats().prompt_read_share < 0.95
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
     assert (found[2] - found[0]).abs().mean() < 0.3 * float(found[0].std())
