@@ -9,17 +9,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import tuned_choice
 from .attention.decode import attend_adaptively, takes_turns
-from .attention.libraries import list_libraries
+from .attention.libraries import list_latent_libraries, list_libraries
 from .attention.plan import find_kernel
 from .cache import QAdACache
-from .kernels import cpu, partial_attention
-from .kernels.cpu import latent, prompt, recording
+from .kernels import partial_attention
+from .kernels.cpu import latent, prompt
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
 from .models import find_inputs_device, find_value_dim, list_sizes, read_sizes, unwrap_model
 from .names import PROMPTS
 from .sketch import MIN_TOKENS
-from .sketch.coded import RecordLayout
 from .state import Shared
 from .state.layer import QAdALayer
 from .storage import PENDING_TOKENS, ROOM_TOKENS, TokenStore
@@ -132,14 +131,9 @@ def _build_latent_kernels(device: torch.device, dtype: torch.dtype, shared: Shar
         of_prompt = config.qk_nope_head_dim + sizes.rope, config.v_head_dim, dtype
         if prompt.serves_sizes(*of_prompt):
             prompt.build(*of_prompt)
-        if (layout := RecordLayout.from_bits(sizes.dim, 0, shared.options.bulk_bits)) is not None:
-            recording.build_coder(layout)
-        of_steps = dtype, sizes.dim, sizes.rank, cpu.split_heads(config.num_attention_heads)
-        if shared.options.criterion != "dense" and cpu.supports_sizes(*of_steps):
-            cpu.build(*of_steps, shared=True)
-        if latent.serves_sizes(dtype, sizes.dim, sizes.rank) and latent.build_latent(
-            dtype, *(sizes.dim, sizes.rank), layout
-        ):
+        libraries = list_latent_libraries(shared.options, dtype, sizes, config.num_attention_heads)
+        built = {library.source: library.build() for library in libraries}
+        if built.get(latent.SOURCE):
             return
     latents = torch.zeros(1, 1, MIN_TOKENS, sizes.dim, dtype=dtype, device=device)
     for tokens in (1, 2):

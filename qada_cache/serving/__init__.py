@@ -108,10 +108,10 @@ def generate(
     if not conversations:
         kept.forget()
     ids = others.get("input_ids") if inputs is None else inputs
-    forgetful = forgets_states(model.config.get_text_config(decoder=True))
-    if forgetful:
+    keeps = conversations and (one_user or key is not None)
+    if keeps and forgets_states(model.config.get_text_config(decoder=True)):
         warn_once(logger, f"no conversations of {model.config.model_type} are kept, whose linear layers forget states")
-    keeps = conversations and (one_user or key is not None) and not forgetful
+        keeps = False
     prompt = _find_row(ids, settings, others) if keeps else None
     taken, store = None, find_store(conversations_store)
     if prompt is None:
