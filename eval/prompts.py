@@ -6,7 +6,8 @@
 `loss`: prose, or code, is read at once, exactly and at each `prefill_threshold`, in turn. `kl` is the mean divergence
 of the last 512 tokens' predictions from those of the exact reading, `kl_worst` a document's largest, `same` the share
 of them with the same likeliest token. `pairs` is the share of all pairs of a query and an earlier key that are
-computed. `seconds` is the least time of a reading, `exact_seconds` that of the exact one.
+computed. `seconds` is the least time of a reading, `exact_seconds` that of the exact one. With `--sampled` prompts are
+read as GPUs read them, by torch, whose time says nothing.
 
 `rate`: causal attention of random queries on this CPU, 4 query heads to a KV head, ours and torch's in turn; torch's
 `scaled_dot_product_attention` is given keys and values that are repeated for every query head before the clock runs.
@@ -15,6 +16,7 @@ largest deviation of some queries from float64 over torch's.
 """
 
 import argparse
+import contextlib
 import itertools
 import sys
 import time
@@ -27,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
+from eval.shared.sampled import read_as_gpus_do
 from eval.shared.tables import make_parser, new_file, report
 from eval.shared.texts import CODE, PROSE, read_code, read_prose
 from qada_cache.kernels.cpu import prompt
@@ -39,23 +42,24 @@ CHECKED = 64  # of the last queries, which are compared with float64
 
 
 def measure_loss(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Rows:
-    """A row for each text and threshold."""
-    if options.tokens <= LAST or options.documents < 1:
+    """A row for each text, length and threshold."""
+    if min(options.tokens) <= LAST or options.documents < 1:
         parser.error(f"--tokens must be above {LAST}, --documents at least 1")
     with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype)
-    told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch."), "tokens": options.tokens}
-    rows = []
-    for text in options.texts:
-        pieces = (read_code if text == CODE else read_prose)(tokenizer, length=options.tokens, following=0)
+    told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch.")}
+    rows, reading = [], read_as_gpus_do if options.sampled else contextlib.nullcontext
+    for text, tokens in itertools.product(options.texts, options.tokens):
+        pieces = (read_code if text == CODE else read_prose)(tokenizer, length=tokens, following=0)
         readings = (
             measure_prompt(model, document.prompt, options.thresholds, moments="current")
             for document in itertools.islice(pieces, options.documents)
         )
-        found = [list(tqdm(each, total=1 + len(options.thresholds), unit="prompt")) for each in readings]
+        with reading():
+            found = [list(tqdm(each, total=1 + len(options.thresholds), unit="prompt")) for each in readings]
         exact, *every = zip(*found, strict=True)
-        named = zip(options.thresholds, every, strict=True)
-        rows += [told | {"text": text} | summarize(threshold, figures, exact) for threshold, figures in named]
+        of = told | {"tokens": tokens, "text": text}
+        rows += [of | summarize(*each, exact) for each in zip(options.thresholds, every, strict=True)]
     return rows
 
 
@@ -137,10 +141,11 @@ def main(arguments: list[str] | None = None) -> int:
     loss.set_defaults(measure=measure_loss)
     add("--model", default=DEFAULT, help=HELP)
     add("--texts", nargs="+", default=[PROSE], choices=(PROSE, CODE), help="(default: %(default)s)")
-    add("--tokens", type=int, default=3072, help="of a prompt (default: %(default)s)")
+    add("--tokens", type=int, nargs="+", default=[3072], help="of a prompt (default: %(default)s)")
     add("--documents", type=int, default=2, help="of each text (default: %(default)s)")
     add("--thresholds", type=float, nargs="+", default=[4.4], help="(default: 4.4)")
     add("--dtype", default="auto", help="(default: the model's own)")
+    add("--sampled", action="store_true", help="as GPUs read them")
     add = (rate := parts.add_parser("rate", help="how fast attention is, ours and torch's")).add_argument
     rate.set_defaults(measure=measure_rate)
     add("--tokens", type=int, nargs="+", default=[8192], help="of a prompt (default: %(default)s)")

@@ -92,9 +92,9 @@ class Step:
         near, size = (layer.near_keys, layer.near_values), {"dtype": torch.float32, "device": "cpu"}
         mean = torch.zeros(BATCH * KV_HEADS, 1, self.dim, **size)
         moments = mean, mean.new_zeros(BATCH * KV_HEADS, self.dim, self.dim), torch.zeros(BATCH, 1, 1, 1, **size)
-        query.unstored = near[0][:, :, :1], near[1][:, :, :1]
+        query.unstored, query.moments = (near[0][:, :, :1], near[1][:, :, :1]), [moments, moments]
         storer = storing.Storer(*near, KV_HEADS * self.group)
-        return _record({storing: ("store_kernel",)}, lambda: storer.store(query, 0, [moments, moments]))
+        return _record({storing: ("store_kernel",)}, lambda: storer.store(query, 0))
 
     def record_storing(self) -> list["Recorder"]:
         """What is launched as its tokens are stored, by query energies: to make a sketch, or records behind one."""

@@ -32,6 +32,7 @@ from .indexed import IndexedLayer, attend_to_picked
 from .latent import LatentLayer
 from .latent_attention import LatentAttention
 from .libraries import build_for_prompt
+from .step import follow, note_step
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -68,6 +69,9 @@ def attend(
     store, config = layer.store, cast(PreTrainedConfig, module.config)
     if store is None:  # a layer without one has handed out nothing
         _refuse_second(layer)
+    lead = layer.shared.forward_pass.lead
+    if lead is not None and (out := follow(lead, layer, module, query, key, value, mask, kwargs)) is not None:
+        return out, None
     scaling = query.shape[3] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
     softcap = kwargs.get("softcap")
     # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
@@ -121,6 +125,8 @@ def attend(
         _lending[thread] = weakref.ref(layer, lambda _: _lending.pop(thread, None))
     if asker is layer:
         layer.incoming = None
+        if not call.exact and not call.empty:
+            note_step(layer, asked, mask, kwargs)
     else:
         layer.shared.progress.reached = asker.index
     return out, None
@@ -135,6 +141,8 @@ def _check_call(
     batch, _, queries, _ = asked.states.shape
     first = layer.index == layer.shared.model.layers[0]  # of the pass
     config = cast(PreTrainedConfig, module.config)  # a look into it takes as long as a small product: not at every call
+    if first:
+        layer.shared.forward_pass.lead = None
     try:
         check_supported(layer, module, kwargs, tokens=queries, seen=layer.seen, first=first)
         if isinstance(layer, LatentLayer):

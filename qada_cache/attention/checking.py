@@ -21,6 +21,15 @@ _UNSUPPORTED = {
     "cu_seq_lens_q": "texts packed into one row",
 }
 
+# These, and others that call for a look.
+_WATCHED = {*_UNSUPPORTED, "softcap", "is_causal", "output_attentions"}
+
+
+def list_watched(kwargs: dict[str, Any]) -> tuple[str, ...] | None:
+    """The arguments by which a call is what it is only as long as they are None; None, if one is not."""
+    found = tuple(name for name in kwargs if name in _WATCHED)
+    return None if any(kwargs[name] is not None for name in found) else found
+
 
 def check_supported(
     asker: Asker, module: nn.Module, kwargs: dict[str, Any], *, tokens: int, seen: int, first: bool

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..criterion import gaussian_log_bulk
 from ..kernels.cpu import compiled_decode
-from ..kernels.operands import Query, Rows
-from ..kernels.storing import Moments
+from ..kernels.operands import Moments, Query, Rows
 from ..key_moments import KeyMoments
 from ..state.asker import Asker
 from ..storage import TokenStore
@@ -25,7 +24,7 @@ def attend_adaptively(layer: Asker, store: TokenStore, query: Query) -> Tensor:
     query has its own local set and is causal. There is at most a window of queries, and the result is `[batch, heads,
     queries, value_dim]` in their dtype. Padding queries get finite, unused values.
     """
-    states, bulk = query.states, store.bulk
+    states = query.states
     rows = layer.shared.forward_pass.find_rows(
         lengths=store.lengths,
         flushed=store.flushed,
@@ -37,15 +36,21 @@ def attend_adaptively(layer: Asker, store: TokenStore, query: Query) -> Tensor:
     single, observed = states.shape[2] == 1, layer.is_observed()
     served = query.softcap is None and (single or takes_turns(layer, store, states)) and not observed
     plan = find_plan(layer, store, states, by_kernel=served, sinks=query.sink_logits is not None)
-    kernel, operands = plan.kernel, plan.operands
+    return compute(layer, store, query, rows, plan)
+
+
+def compute(layer: Asker, store: TokenStore, query: Query, rows: Rows, plan: Plan) -> Tensor:
+    """What `attend_adaptively` returns, by this plan; decisions are counted."""
+    bulk, kernel, operands = store.bulk, plan.kernel, plan.operands
     storer = None if query.unstored is None else plan.storer
-    moments = [] if storer is None else list_moments(layer, store, rows)
-    if not moments:
+    if storer is not None or kernel is compiled_decode.fused_decode:
+        query.moments = list_moments(layer, store, rows)
+    if not query.moments:
         query.log_bulk = estimate_log_bulk(layer, store, query, rows, plan)
     if kernel is not None and bulk.offloaded:
         bulk.find_in_place()  # its copies to the host may be under way
     if storer is not None:
-        storer.store(query, store.newest, moments)
+        storer.store(query, store.newest)
     elif query.unstored is not None and kernel is not compiled_decode.fused_decode:  # which stores them itself
         store.write(*query.unstored)
         query.unstored = None

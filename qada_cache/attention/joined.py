@@ -1,9 +1,11 @@
-"""Exact attention where launches take longer than what they compute: all heads at once, over few long parts."""
+"""Exact attention of many queries over few long parts, all heads at once: on a GPU launches, and on a CPU merges of
+parts, take longer than what they compute."""
 
 from torch import Tensor
 
 from ..kernels import merge_partials
 from ..kernels.copying import find_copier
+from ..kernels.cpu import prompt
 from ..kernels.lower_right import attend_to_all
 from ..kernels.operands import Query
 from ..state.asker import Asker
@@ -18,11 +20,21 @@ JOINED_BYTES = 1 << 26
 
 def can_join(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> bool:
     """Whether `attend_to_joined` computes this call of `attend_exactly`: rows alike, and no mask but the causal one."""
-    if key.device.type not in DEVICES or isinstance(layer, LatentLayer):
+    if isinstance(layer, LatentLayer):
+        return False
+    if key.device.type not in DEVICES and not _is_by_cpu(layer, query.states, value, max(store.lengths)):
         return False
     plain = query.softcap is None and query.sink_logits is None and query.visible is None and query.valid is None
     dtypes = {query.states.dtype, key.dtype, value.dtype, *store.dtypes}
     return plain and len(dtypes) == 1 and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
+
+
+def _is_by_cpu(layer: Asker, states: Tensor, value: Tensor, past: int) -> bool:
+    """Whether the CPU's kernel for prompts is to take queries `[batch, heads, queries, dim]` behind so many tokens."""
+    queries, sizes = states.shape[2], (states.shape[3], value.shape[3], states.dtype)
+    long = queries >= prompt.MIN_QUERIES and past + queries >= prompt.MIN_TOKENS
+    there = states.is_cpu and long and layer.options.kernels != "torch" and prompt.has_instructions()
+    return there and prompt.serves_sizes(*sizes) and prompt.build(*sizes) is not None
 
 
 def attend_to_joined(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
@@ -35,9 +47,9 @@ def attend_to_joined(layer: Asker, store: TokenStore, query: Query, key: Tensor,
     joins = len(states) * key.shape[1] * bulk.stored[0] * bulk.token_bytes <= JOINED_BYTES
     for part in read_together(bulk):
         layer.counters.streamed_bytes += part.bulk_read_bytes
-        held, causal = (part.keys, part.values), False
-        if own and (part.room >= sum(each.shape[2] for each, _ in own) or joins):
-            held, own, causal = _join([held, *own], part.room, kernels), [], True
+        held, causal, room = (part.keys, part.values), False, part.room if states.device.type in DEVICES else 0
+        if own and (room >= sum(each.shape[2] for each, _ in own) or joins):
+            held, own, causal = _join([held, *own], room, kernels), [], True
         now = attend_to_all(states, *held, scaling=query.scaling, causal=causal)
         found = now if found is None else _merge(found, now)
     if own:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ from ..storage import TokenStore
 CHECKS = False  # whether every plan that is used is compared with one made anew, as the tests have it
 
 
+class TokenCall(NamedTuple):
+    """What a module gives to attention for one token, beside tensors, and a cache that has checked it."""
+
+    names: frozenset[str]  # of all arguments
+    watched: tuple[str, ...]  # of these, those that have to be None
+    scaling: float
+
+
 @dataclass(eq=False)
 class Plan:
     """Of calls with queries of one shape. It keeps the tensors that it is of, so a layer has none while they are
@@ -33,6 +41,7 @@ class Plan:
     queries: torch.Size  # `[batch, heads, queries, dim]`
     storer: Storer | None = None  # of single tokens before `kernel`, which stores them itself or has torch do it
     constant: Tensor | None = None  # see `find_constant`
+    call: "TokenCall | None" = None  # of the last call that took the long way, if others like it need not
 
     def __deepcopy__(self, memo: dict) -> None:
         return None

@@ -58,10 +58,7 @@ def partial_attention(
         if ours and (found := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
             return found
         if kernels != "torch" and prompt.serves(query, key, value, causal=causal):
-            out = query.new_empty(*query.shape[:3], value.shape[3], dtype=torch.float32)
-            lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-            prompt.prompt_attention(query, key, value, scaling=scaling, causal=causal, out=out, lse=lse)
-            return out, lse
+            return prompt.attend(query, key, value, scaling=scaling, causal=causal)
         if (operator := find_operator(query, key, value)) is not None:
             return _attend(operator, query, key, value, scaling, causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)

@@ -1,10 +1,13 @@
 """One decode step of one layer in plain torch, by `query_adaptive.py`."""
 
+import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..criterion import gaussian_log_bulk
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, count_closed, count_segments
 from ..sketch.codec import Sketch
 from ..sketch.coded import decode_keys, decode_values, estimate_keys
@@ -31,8 +34,7 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
         for near in (layer.near_keys, layer.near_values)
     )
     scores = score_near(grouped, keys, query)
-    assert query.log_bulk is not None
-    flags = decide(sum_local(scores, rows, query.sink_logits), query.log_bulk, rows, layer)
+    flags = decide(sum_local(scores, rows, query.sink_logits), find_log_bulk(query, layer.kv_heads), rows, layer)
     local = attend_near(scores, values, rows, flags, query.sink_logits)
     whole, selecting, chosen = select(grouped, flags, local[1], lengths, query, rows, layer)
     bulk = BulkAttention(grouped, query, values.shape[3])
@@ -54,6 +56,15 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
                 readers += sum(whole[row])
             stored.sketch_read_bytes += stored.sketch.count_read_bytes(length) * readers
     return out.reshape(*query.states.shape[:3], -1).to(dtype), flags
+
+
+def find_log_bulk(query: Query, kv_heads: int) -> Tensor:
+    """As told, or the larger estimate by moments, `[batch or 1, kv_heads, group, 1]` float32."""
+    if query.log_bulk is not None:
+        return query.log_bulk
+    told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling}
+    estimates = [gaussian_log_bulk(query.states.float(), *moments, **told) for moments in query.moments]
+    return functools.reduce(torch.fmax, estimates)  # which takes a number before a nan
 
 
 def decode_records(layer: Operands, lengths: list[int]) -> Operands:

@@ -1,7 +1,7 @@
 """Attention of the newest tokens over themselves, causally, and over all before them, in one call.
 
 Torch's flash attention computes it with fewer KV heads than query heads, and aligns a causal mask with the last token.
-Both are tried before their first use on a device, as in `kernels/__init__.py`.
+Both are tried before their first use on a device, as in `kernels/__init__.py`. So does our kernel for CPUs.
 """
 
 import functools
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..said_once import warn_once
 from . import Operator, find_operator, partial_attention
+from .cpu import prompt
 from .reference import find_fault, merge_partials
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, 
     Returns `out` `[batch, heads, queries, value_dim]`, float32 or in the query's dtype, and `lse` float32.
     """
     group, queries = query.shape[1] // key.shape[1], query.shape[2]
+    if prompt.serves(query, key, value, causal=causal):
+        return prompt.attend(query, key, value, scaling=scaling, causal=causal)
     if (operator := _find_grouped(query, key, value)) is not None:
         return operator.attend(query, key, value, scaling, causal)
     past = key.shape[2] - (queries if causal else 0)

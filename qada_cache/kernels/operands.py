@@ -3,8 +3,10 @@
 `Query` is what the model asks, `Rows` what a pass says of every row, `Operands` what a layer has.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from ..sketch.coded import Records
 from .border import OperandError, check_tensor, describe
 
 PENDING_SHARE = 4  # see `Rows.own_log_tokens`
+Moments = tuple[Tensor, Tensor, Tensor]  # as `gaussian_log_bulk` takes them: mean, covariance and `log_tokens`
 
 
 @dataclass(eq=False)
@@ -32,6 +35,8 @@ class Query:
     # `log A_bulk`, float32 `[batch or 1, kv_heads, group, queries or 1]`: nan says as little as infinity. None: it is
     # known when all of the bulk is read ("oracle"), which no kernel does.
     log_bulk: Tensor | None = None
+    # Or what a kernel is to estimate it by, of a single query a row: moments of one prompt or two, of all rows or each.
+    moments: Sequence[Moments] = ()
     # Each row's key and value `[batch, kv_heads, 1, *]`, for the CPU's kernel to put into the last column first.
     unstored: tuple[Tensor, Tensor] | None = None
 
@@ -107,12 +112,13 @@ class Rows:
 
 def _describe_query(query: Query) -> tuple[Any, ...]:
     """What a kernel's derived values depend on of a query."""
-    states, mass = query.states, query.log_bulk
-    assert mass is not None  # no kernel computes "oracle"
-    like = states.shape, states.dtype, states.device, mass.shape, mass.dtype, mass.device, mass.is_contiguous()
-    sinks = query.sink_logits
-    of_sinks = () if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.is_contiguous())
-    return *like, of_sinks, query.scaling
+    like = query.states.shape, query.states.dtype, query.states.device, query.scaling
+    parts = (query.log_bulk, query.sink_logits, *chain(*query.moments))
+    return *like, *(None if part is None else _describe(part) for part in parts)
+
+
+def _describe(part: Tensor) -> tuple[Any, ...]:
+    return part.shape, part.dtype, part.device, part.is_contiguous()
 
 
 @dataclass(eq=False)
@@ -195,7 +201,8 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
     shape = batch, kv_heads, heads // kv_heads, 1
     held = len(layer.near_keys) if shares and batch % max(1, len(layer.near_keys)) == 0 else batch
     fits = mass is not None and (mass.dtype, mass.device) == (torch.float32, device) and mass.is_contiguous()
-    if mass is None or not fits or tuple(mass.shape) not in (shape, (1, *shape[1:])):
+    wrong = mass is None or not fits or tuple(mass.shape) not in (shape, (1, *shape[1:]))
+    if wrong and (mass is not None or not query.moments):
         found = None if mass is None else describe(mass)
         raise OperandError("log_bulk", found, f"float32 {list(shape)} or {[1, *shape[1:]]} on {device}, contiguous")
     if (sinks := query.sink_logits) is not None:
@@ -209,6 +216,11 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
     counters = ("bulk_read_bytes", "sketch_read_bytes")
     expected: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...], torch.device]]
     expected = [(name, getattr(layer, name), torch.int64, (), device) for name in counters]
+    for mean, covariance, log_tokens in query.moments:
+        rows, lengths = 1 if len(mean) == kv_heads else batch, 1 if len(log_tokens) == 1 else batch
+        expected.append(("mean", mean, torch.float32, (rows * kv_heads, 1, dim), device))
+        expected.append(("covariance", covariance, torch.float32, (rows * kv_heads, dim, dim), device))
+        expected.append(("log_tokens", log_tokens, torch.float32, (lengths, 1, 1, 1), device))
     if layer.sketch is not None:
         capacity, words = layer.sketch.scales.shape[2], layer.sketch.codes.shape[2]
         if dim % BLOCK or not 0 < words <= dim // BLOCK:

@@ -3,28 +3,26 @@ a GPU once tried there; else torch."""
 
 import functools
 import logging
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..criterion import gaussian_log_bulk
 from ..said_once import warn_once
 from .choice import AUTO_DEVICES
+from .decode_reference import find_log_bulk
 from .operands import Query
 from .reference import find_fault
 
 logger = logging.getLogger(__name__)
 BATCH, KV_HEADS, COLUMNS = 2, 3, 9  # of a trial
-Moments = tuple[Tensor, Tensor, Tensor]  # as `gaussian_log_bulk` takes them: mean, covariance and `log_tokens`
 
 
 class Storer(Protocol):
     """`triton.storing.Storer`, made of near buffers and the number of query heads."""
 
-    def store(self, query: Query, place: int | Tensor, moments: Sequence[Moments]) -> None:
-        """Put `query.unstored` into column `place`; by `moments` `query.log_bulk` is estimated."""
+    def store(self, query: Query, place: int | Tensor) -> None:
+        """Put `query.unstored` into column `place`; by `query.moments` `query.log_bulk` is estimated."""
 
 
 def make_storer(kernels: str, near_keys: Tensor, near_values: Tensor, heads: int) -> Storer | None:
@@ -64,7 +62,7 @@ def find_storing_fault(
     moments = [
         (draw(rows * KV_HEADS, 1, dim), draw(rows * KV_HEADS, dim, dim), 7 + draw(rows, 1, 1, 1)) for rows in (1, BATCH)
     ]
-    told = [gaussian_log_bulk(states.float(), *each, kv_heads=KV_HEADS, scaling=scaling) for each in moments]
+    log_bulk = find_log_bulk(Query(states, scaling, moments=moments), KV_HEADS)
     expected = [part.clone() for part in near]
     for held, part in zip(expected, new, strict=True):
         held[:, :, 4:5] = part
@@ -72,8 +70,9 @@ def find_storing_fault(
     def compute() -> tuple[Tensor, ...]:
         held = [part.to(device) for part in near]
         query = Query(states.to(device), scaling, unstored=(new[0].to(device), new[1].to(device)))
-        make(*held, KV_HEADS * group).store(query, 4, [tuple(part.to(device) for part in each) for each in moments])
+        query.moments = [(mean.to(device), spread.to(device), count.to(device)) for mean, spread, count in moments]
+        make(*held, KV_HEADS * group).store(query, 4)
         assert query.log_bulk is not None
         return tuple(part.cpu() for part in (query.log_bulk, *held))
 
-    return find_fault(compute, (torch.fmax(*told), *expected))
+    return find_fault(compute, (log_bulk, *expected))

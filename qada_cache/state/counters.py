@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels.operands import Rows
 
-UNSUMMED_CALLS = 32  # flags of so many calls are summed at once: a sum for each would cost more than its decision
+UNSUMMED_CALLS = 128  # flags of so many calls are summed at once: a sum for each would cost more than its decision
 AUDITED = 5  # sums of an audit
 
 

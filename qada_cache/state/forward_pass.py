@@ -2,7 +2,7 @@
 
 from itertools import accumulate, chain, compress
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,18 @@ def describe_rows(
     }
 
 
+class Lead(NamedTuple):
+    """What the first layer of a pass found of one token of every row, none of them padding, that a kernel computed."""
+
+    layer: int  # its index
+    mask: Any  # as the model gave it
+    padding: Padding
+    lengths: list[int]  # as `find_rows` is told of them
+    flushed: list[int]
+    end: int
+    rows: Rows
+
+
 class ForwardPass:
     """The pass under way: what its mask says, its `Rows`, and whether it reads a prompt."""
 
@@ -82,6 +94,7 @@ class ForwardPass:
         self.prompt_tokens = 0  # of that prompt and what was held before it, if it comes in chunks; else 0
         # Of a step that a graph is captured of (`decode_graph/`), whose new tokens are all real: they are written to.
         self.given: Rows | None = None
+        self.lead: Lead | None = None  # of this pass, which layers behind the first one may follow
         self._rows: tuple[Any, Rows] | None = None
         self._read: Any = WeakTensorKeyDictionary()  # what `read_padding` found for a mask, as long as that is there
 

@@ -43,6 +43,11 @@ class NearTokens(Versioned):
         """The column of the newest token; the place of it, where a graph is being captured."""
         return self.sinks + self.end - 1 if self.place is None else self.place
 
+    @property
+    def has_room(self) -> bool:
+        """For one more token of every row, in the buffers that there are."""
+        return self.end < min(self.capacity, self.near_keys.shape[2] - self.sinks)
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` recent tokens."""
         columns = self.near_keys.shape[2]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from compilers import needs_compiler
 from harness import Inputs
 from models import prompt, tiny
 from pair import Pair
@@ -13,8 +14,9 @@ from stand_in import accelerator
 from torch import Tensor
 
 from qada_cache import QAdACache
-from qada_cache.attention import exact, joined
+from qada_cache.attention import joined
 from qada_cache.kernels import lower_right
+from qada_cache.kernels.cpu import prompt as prompt_kernel
 from qada_cache.storage import staging
 from qada_cache.versions import pass_cache
 
@@ -69,7 +71,7 @@ def test_layers_follow_each_other(
             twin = cache.fork()
             found = model(ids[:, start:end], **pass_cache(cache)).logits
             with monkeypatch.context() as patch:
-                patch.setattr(joined, "DEVICES", ())
+                patch.setattr(joined, "can_join", lambda *_: False)
                 expected = model(ids[:, start:end], **pass_cache(twin)).logits
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             if end == 2200:
@@ -139,9 +141,12 @@ def test_an_operator_that_groups_is_used_if_it_agrees(causal: bool, monkeypatch:
         torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_the_path_of_cpus_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "attend_to_joined", None)
+@needs_compiler
+def test_a_cpus_kernel_takes_long_turns(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind as many tokens as are worth it; others are computed part by part."""
+    monkeypatch.setattr(joined, "DEVICES", ("cuda",))
+    monkeypatch.setattr(prompt_kernel, "MIN_TOKENS", 300)
     pair, inputs = Pair(), Inputs()
-    for tokens in (60, 30):
+    for tokens in (150, 70, 1, 200, 30, 70):
         pair.update(*inputs(tokens))
-    assert exact.joined is joined
+    assert taken == [200, 70]

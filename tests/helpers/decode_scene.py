@@ -253,7 +253,7 @@ class Scene:
         }  # fmt: skip
         return given | {"scaling": self.scaling} | SIZES
 
-    def _masses(self, row: int) -> list[tuple[float, float]]:
+    def masses(self, row: int) -> list[tuple[float, float]]:
         """What the heads of a row compare, by `log_masses` and learned sinks."""
         masses = log_masses(criterion="gaussian", **self._decision(row))
         local = torch.tensor([log_local for log_local, _ in masses], dtype=torch.float64).split(self.group)
@@ -264,7 +264,7 @@ class Scene:
         """One that calls about half of the heads local, and none by rounding."""
         shares = []
         for row in self.decided_rows():
-            masses = self._masses(row)
+            masses = self.masses(row)
             share = torch.tensor([log_local_fraction(log_local=a, log_bulk=b) for a, b in masses], dtype=torch.float64)
             grouped = share.exp().unflatten(0, (self.kv_heads, self.group))
             shares += {"head": grouped, "any": grouped.amin(1)}[group_rule].flatten().tolist()
@@ -277,7 +277,7 @@ class Scene:
             if self.sink_logits is None:
                 flags[row] = ~decide(**self._decision(row), **decision)
                 continue
-            local = [is_local(log_local=a, log_bulk=b, threshold=decision["threshold"]) for a, b in self._masses(row)]
+            local = [is_local(log_local=a, log_bulk=b, threshold=decision["threshold"]) for a, b in self.masses(row)]
             flags[row] = ~decide(**self._decision(row), **decision | {"criterion": ~torch.tensor(local)})
         return flags.view(self.batch, self.kv_heads, self.group, 1)
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from qada_cache import kernels
 from qada_cache.kernels import cpu, reference
 from qada_cache.kernels.cpu import building, compiled_decode, compiler
+from qada_cache.kernels.decode_reference import decode_step
+from qada_cache.key_moments.running import flatten
 from qada_cache.said_once import warn_once
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
@@ -321,3 +323,47 @@ def test_chosen_by_name(name: str, used: int, monkeypatch: pytest.MonkeyPatch) -
     query, key, value = tensors(64, 64, 4, 1100, torch.float32)
     kernels.partial_attention(query, key, value, scaling=SCALING, kernels=name)
     assert len(calls) == used
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dim": 32},
+        {"dim": 80, "value_dim": 48, "group": 7, "dtype": torch.float16},
+        {"dim": 32, "group": 16, "kv_heads": 1, "dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_estimates_by_moments(sizes: dict[str, Any]) -> None:
+    """Each head decides as by float64's larger estimate of two prompts, one of all rows and one of each, to rounding:
+    with a cut just above what it compares it needs its bulk, and just below it does not."""
+    scene = Scene(bulk=[(90, 5), (63, 0)], short=(), **sizes)
+    moments = [make_moments(rows, scene.kv_heads, scene.dim, seed=rows) for rows in (1, 2)]
+    told = scene.arguments("cpu") | {"log_bulk": None, "group_rule": "head"}
+    asked = [tuple(part.float() for part in (*flatten(*each[:2]), each[2].log())) for each in moments]
+    for row in range(2):
+        for head in range(scene.kv_heads * scene.group):
+            query, of = scene.query[row, head, 0].double(), head // scene.group
+            estimates, size = [], 1.0
+            for mean, covariance, tokens in moments:
+                own = min(row, len(mean) - 1)
+                parts = (
+                    scene.scaling * query @ mean[own, of],
+                    scene.scaling**2 / 2 * query @ covariance[own, of] @ query,
+                )
+                estimates.append(float(tokens[own].log() + sum(parts)))
+                size += float(sum(map(abs, parts)))
+            compared = scene.masses(row)[head][0] - max(estimates)
+            for cut, needed in ((compared + 2e-5 * size, True), (compared - 2e-5 * size, False)):
+                step = step_of(**told, logit_threshold=cut)
+                step[0].moments = asked
+                for compute in (compiled_decode.fused_decode, decode_step):
+                    assert bool(compute(*step)[1][row].flatten()[head]) is needed
+
+
+def make_moments(rows: int, kv_heads: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, covariance and tokens of so many rows, float64."""
+    made = torch.Generator().manual_seed(seed)
+    mean, spread = (torch.randn(rows, kv_heads, *size, generator=made).double() for size in ((dim,), (dim, dim)))
+    return mean, spread @ spread.mT / dim, torch.arange(rows).double().view(-1, 1, 1, 1) * 90 + 100

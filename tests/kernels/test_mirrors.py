@@ -15,6 +15,7 @@ KINDS = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float
 MIRRORS = {
     ("decide.h", "View"): addresses.View,
     ("decide.h", "Rows"): compiled_decode.RowViews,
+    ("decide.h", "Moments"): compiled_decode.MomentViews,
     ("decide.h", "Decode"): compiled_decode.Decode,
     ("prompt.cpp", "Call"): prompt.Call,
     ("selected_prompt.cpp", "Call"): selected_prompt.Call,
@@ -53,4 +54,5 @@ def test_fields(file: str, name: str) -> None:
         elif kind in ("Strides", "Words"):  # of as many numbers as an array has
             assert issubclass(ours, ctypes.Array), word
         else:
-            assert ours is {"View": addresses.View, "Rows": compiled_decode.RowViews}[kind], word
+            whole = {"View": addresses.View, "Rows": compiled_decode.RowViews, "Moments": compiled_decode.MomentViews}
+            assert ours is whole[kind] or (length and issubclass(ours, whole[kind] * int(length))), word

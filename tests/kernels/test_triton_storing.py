@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qada_cache.kernels import storing as dispatch
-from qada_cache.kernels.operands import Query
-from qada_cache.kernels.storing import Moments, find_storing_fault, make_storer
+from qada_cache.kernels.operands import Moments, Query
+from qada_cache.kernels.storing import find_storing_fault, make_storer
 from qada_cache.key_moments.running import flatten
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
@@ -44,9 +44,9 @@ def store(
 ) -> tuple[Query, list[Tensor]]:
     """The query behind it, and near buffers of zeros that have taken the tokens."""
     near = [torch.zeros(len(query), KV_HEADS, COLUMNS, part.shape[3], dtype=part.dtype, device=device) for part in new]
-    asked = Query(query.to(device), SCALING)
+    asked = Query(query.to(device), SCALING, moments=moments)
     asked.unstored = new[0].to(device), new[1].to(device)
-    storing.Storer(near[0], near[1], query.shape[1]).store(asked, place, moments)
+    storing.Storer(near[0], near[1], query.shape[1]).store(asked, place)
     assert asked.unstored is None
     return asked, near
 
@@ -126,14 +126,15 @@ def test_a_trial(dtype: torch.dtype) -> None:
     class Alone(storing.Storer):
         """Goes by the first prompt alone."""
 
-        def store(self, query: Query, place: Any, moments: Any) -> None:
-            super().store(query, place, moments[:1])
+        def store(self, query: Query, place: Any) -> None:
+            query.moments = query.moments[:1]
+            super().store(query, place)
 
     class Beside(storing.Storer):
         """Stores one column further."""
 
-        def store(self, query: Query, place: Any, moments: Any) -> None:
-            super().store(query, place + 1, moments)
+        def store(self, query: Query, place: Any) -> None:
+            super().store(query, place + 1)
 
     for wrong in (Alone, Beside):
         fault = find_storing_fault(wrong, **told)

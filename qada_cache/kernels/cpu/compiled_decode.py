@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .building import check_size
 GROUP_RULES = {"head": 0, "any": 1}
 FLAGS = 32  # tensors of them that are made at once, as each by itself would take as long as it takes to decide
 NEW = ("new_keys", "new_values")
+MOMENTS = ("mean", "covariance", "log_tokens")
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
 
 
@@ -30,6 +32,12 @@ class RowViews(ctypes.Structure):
     _fields_ = (*((name, View) for name in OF_ROWS), ("columns", ctypes.c_int64))
 
 
+class MomentViews(ctypes.Structure):
+    """`Moments` of operands.py."""
+
+    _fields_ = tuple((name, View) for name in MOMENTS)
+
+
 class Decode(ctypes.Structure):
     """`Query` and `Operands` of operands.py, rows and sketch included."""
 
@@ -37,6 +45,7 @@ class Decode(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", *NEW, "out", "flags")),
         ("rows", RowViews),
         *((name, View) for name in ("near_keys", "near_values", "bulk_keys", "bulk_values", "log_bulk")),
+        ("moments", MomentViews * 2),
         *((name, View) for name in ("codes", "scales", "slopes", "units", "noise", "variances", "mean_value")),
         *((name, View) for name in ("slope_units", "centres", "weights", "order")),
         *((name, ctypes.c_void_p) for name in ("errors", "sink_logits")),
@@ -141,6 +150,11 @@ class BoundStep:
             packed = 1 if shared and name.endswith("values") else 2
             setattr(decode, name, find_view(name, tensor, states.dtype, tensor.shape, packed=packed))
         self._log_bulk = decode.log_bulk  # a view of its fields
+        self._moments = [
+            self._place(getattr(held, name), part, 1 if name == "log_tokens" else layer.kv_heads)
+            for held, told in zip(decode.moments, query.moments, strict=False)
+            for name, part in zip(MOMENTS, told, strict=True)
+        ]
         sizes = states.shape[3], value_dim, group
         kernels = _build(states.dtype, *sizes, records, shared)
         assert kernels is not None
@@ -152,10 +166,16 @@ class BoundStep:
         stored = near[:1] if shared else near
         self._new = [(part.dtype, (len(states), layer.kv_heads, 1, part.shape[3])) for part in stored]
 
+    @staticmethod
+    def _place(held: View, part: Tensor, heads: int) -> View:
+        """Set the strides of `held`, of moments `[rows * heads, ...]`, one row's or each row's."""
+        held.head_stride = part.stride(0)
+        held.row_stride = heads * held.head_stride if len(part) > heads else 0
+        return held
+
     def compute(self, query: Query, rows: Rows) -> tuple[Tensor, Tensor]:
         """`fused_decode` for another query and other rows than those that were bound."""
         states, mass, decode = query.states.contiguous(), query.log_bulk, self._decode
-        assert mass is not None
         new = () if query.unstored is None else [part.contiguous() for part in query.unstored]
         for name, part, (dtype, shape) in zip(NEW, new, self._new, strict=False):
             if (part.dtype, part.shape, part.is_cpu) != (dtype, shape, True):
@@ -163,14 +183,17 @@ class BoundStep:
         decode.new_keys, decode.new_values = [part.data_ptr() for part in new] or (None, None)
         if rows.derived is None:
             rows.derived = RowViews(**{name: view(getattr(rows, name)) for name in OF_ROWS}, columns=rows.columns)
-        out = mass.new_empty(*self._out)  # float32, as is `mass`
+        for held, part in zip(self._moments, chain(*query.moments), strict=True):
+            held.data = part.data_ptr()
+        out = states.new_empty(self._out)
         if not self._unused:
-            self._unused += mass.new_empty(*self._flags, dtype=torch.bool).unbind()
+            self._unused += states.new_empty(self._flags, dtype=torch.bool).unbind()
         flags = self._unused.pop()
         if (sinks := query.sink_logits) is not None:
             sinks = sinks.float()  # kept until the call has ended
             decode.sink_logits = sinks.data_ptr()
         decode.query, decode.out, decode.flags = states.data_ptr(), out.data_ptr(), flags.data_ptr()
-        decode.rows, decode.threads, self._log_bulk.data = rows.derived, torch.get_num_threads(), mass.data_ptr()
+        decode.rows, decode.threads = rows.derived, torch.get_num_threads()
+        self._log_bulk.data = None if mass is None else mass.data_ptr()
         self._run()
-        return out if out.dtype is states.dtype else out.to(states.dtype), flags
+        return out, flags

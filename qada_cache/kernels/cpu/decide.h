@@ -4,6 +4,7 @@
 #pragma once
 
 #include "coded.h"
+#include "moments.h"
 
 namespace {
 
@@ -26,15 +27,21 @@ struct Rows {
     int64_t columns;
 };
 
+// One prompt's, by which the bulk's attention is estimated: of each KV head, and the logarithm of each row's tokens.
+struct Moments {
+    View<const float> mean, covariance, log_tokens;
+};
+
 struct Decode {
     const Element* query;
     const Element *new_keys, *new_values;  // of each row's token, to be stored first; null where they are stored
-    float* out;
+    Element* out;
     uint8_t* flags;
     Rows rows;
     View<Element> near_keys, near_values;
     View<const Element> bulk_keys, bulk_values;
-    View<const float> log_bulk;  // of each query of a head
+    View<const float> log_bulk;  // of each query of a head; null where it is the larger estimate by these
+    Moments moments[2];          // null where there are fewer
     // Those of `Sketch` (sketch/codec.py); none without one. 16 bits are bfloat16.
     View<const uint32_t> codes;
     View<const uint8_t> scales;
@@ -89,6 +96,25 @@ struct Decode {
         std::copy_n(new_keys + index * DIM, DIM, near_keys.at(row, head) + column * DIM);
         if (SHARED) return;
         std::copy_n(new_values + index * VALUE_DIM, VALUE_DIM, near_values.at(row, head) + column * VALUE_DIM);
+    }
+
+    // `log A_bulk` of each query of a KV head. Of two estimates a number comes before a nan.
+    void find_log_bulk(int64_t row, int64_t head, float* found) const {
+        if (log_bulk.data) {
+            std::copy_n(log_bulk.at(row, head), QUERIES, found);
+            return;
+        }
+        alignas(CACHE_LINE) float queries[QUERIES][DIM], estimates[QUERIES];
+        const Element* own = query + (row * kv_heads + head) * QUERIES * DIM;
+        for (int q = 0; q < QUERIES; q++)
+            for (int d = 0; d < DIM; d++) queries[q][d] = widen(own[q * DIM + d]);
+        std::fill_n(found, QUERIES, NAN);
+        for (const Moments& told : moments) {
+            if (!told.mean.data) continue;
+            estimate_log_bulk(queries, told.mean.at(row, head), told.covariance.at(row, head), *told.log_tokens.at(row),
+                              scaling, estimates);
+            for (int q = 0; q < QUERIES; q++) found[q] = fmaxf(found[q], estimates[q]);
+        }
     }
 
     // Adds a head's learned sinks to its local attention.
@@ -156,8 +182,9 @@ inline bool decide(const Decode& call, int64_t row, int64_t head, float* out, fl
     local.finish(out, lse);
     call.add_sinks(head, out, lse);
 
-    const float* log_bulk = call.log_bulk.at(row, head);
+    float log_bulk[QUERIES];
     bool decided = *call.rows.decided.at(row) && call.count_bulk_tokens(row) > 0, any = false;
+    if (decided) call.find_log_bulk(row, head, log_bulk);
     for (int q = 0; q < QUERIES; q++) {
         flags[q] = decided && needs_long_context(lse[q], log_bulk[q], call.logit_threshold);
         any = any || flags[q];

@@ -93,6 +93,13 @@ inline uint16_t narrow(float wide) {
 #if defined(FLOAT16)
 inline float widen(Element half) { return half; }
 #endif
+inline Element to_element(float wide) {
+#if defined(BFLOAT16)
+    return narrow(wide);
+#else
+    return wide;
+#endif
+}
 
 // Where `unpack` puts dimension `d` of `SIZE`: bfloat16 pairs are split into all even and all odd dimensions, which
 // takes one instruction each and no shuffling. What is computed does not depend on the order, only its ends do.

@@ -94,6 +94,14 @@ def prompt_attention(
     kernel.prompt_attention(ctypes.byref(call))
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """What `prompt_attention` writes: `out` `[batch, heads, queries, value_dim]` and `lse`, both float32."""
+    out = query.new_empty(*query.shape[:3], value.shape[3], dtype=torch.float32)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    prompt_attention(query, key, value, scaling=scaling, causal=causal, out=out, lse=lse)
+    return out, lse
+
+
 def count_pairs(query: Tensor, key: Tensor) -> int:
     """The pairs of a query and a key that causal attention has, of the last tokens' `query` `[batch, heads, queries,
     dim]` with `key` `[batch, kv_heads, tokens, dim]`."""

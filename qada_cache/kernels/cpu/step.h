@@ -227,14 +227,15 @@ struct Share {
     }
 
     void merge_parts(int64_t head) {
+        float merged[VALUE_DIM], lse;
         for (int q = 0; q < QUERIES; q++) {
-            float* out = call.out + (first_head + head) * SIZE + q * VALUE_DIM;
-            const float* local = &local_out[head * SIZE + q * VALUE_DIM];
-            int64_t part = first_part[head];
-            float lse;
-            if (call.flags[(first_head + head) * QUERIES + q])
-                merge(&parts[part * SIZE], &part_lse[part * QUERIES], part_count[head], q, out, &lse);
-            else std::copy(local, local + VALUE_DIM, out);
+            const float* found = &local_out[head * SIZE + q * VALUE_DIM];
+            const int64_t part = first_part[head], query = (first_head + head) * QUERIES + q;
+            if (call.flags[query]) {
+                merge(&parts[part * SIZE], &part_lse[part * QUERIES], part_count[head], q, merged, &lse);
+                found = merged;
+            }
+            for (int v = 0; v < VALUE_DIM; v++) call.out[query * VALUE_DIM + v] = to_element(found[v]);
         }
     }
 

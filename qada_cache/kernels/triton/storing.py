@@ -4,15 +4,12 @@ It is `criterion.gaussian_log_bulk` of one query a row, by one prompt's moments 
 operations of torch's. Names are as in `kernels.py`.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..operands import Query
-from ..storing import Moments
 from .launching import Launches
 
 HEADS = 1  # query heads of a group that one program takes: each program reads all of a covariance
@@ -122,11 +119,11 @@ class Storer:
             BLOCK_R=max(1, min(block, 32 * warps * NUMBERS // (block * taken))), num_warps=warps,
         )  # fmt: skip
 
-    def store(self, query: Query, place: int | Tensor, moments: Sequence[Moments]) -> None:
+    def store(self, query: Query, place: int | Tensor) -> None:
         """Put `query.unstored` into column `place`, which a tensor int64 `[1]` has where a graph is captured. By
-        `moments`, of one prompt or two, `query.log_bulk` is estimated; without them it stays as it is."""
+        `query.moments` `query.log_bulk` is estimated; without them it stays as it is."""
         assert query.unstored is not None
-        states, key, value = query.states, *query.unstored
+        states, moments, key, value = query.states, query.moments, *query.unstored
         of_query, of_key, of_value = states.stride(), key.stride(), value.stride()
         if not of_query[3] == of_key[3] == of_value[3] == 1:  # channels are read side by side
             states, key, value = states.contiguous(), key.contiguous(), value.contiguous()
@@ -151,5 +148,5 @@ class Storer:
             with torch.cuda.device_of(states):
                 self._launches.launch(store_kernel, grid, tuple(variant), *arguments)
         if moments:
-            query.log_bulk = self.log_bulk
+            query.log_bulk, query.moments = self.log_bulk, ()
         query.unstored = None
