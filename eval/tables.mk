@@ -214,10 +214,10 @@ tables/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --model $(QWEN) --dtype bfloat16 --tokens 16384 --documents 1 --thresholds 12 $(OUT)
 
 tables/sampled/prompt_loss-smollm2.csv:
-	$(EVAL).prompts loss --sampled --dtype float32 --tokens 4096 7000 --documents 1 --thresholds 12 18 25 $(OUT)
+	$(EVAL).prompts loss --sampled --dtype float32 --tokens 4096 --documents 1 --thresholds 12 18 25 $(OUT)
 
 tables/sampled/prompt_loss-qwen2.5-coder-0.5b.csv:
-	$(EVAL).prompts loss --sampled --model $(QWEN) --dtype float32 --tokens 4096 16384 --documents 1 --thresholds 12 18 25 $(OUT)
+	$(EVAL).prompts loss --sampled --model $(QWEN) --dtype float32 --tokens 4096 --documents 1 --thresholds 12 18 25 $(OUT)
 
 tables/long/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --model $(QWEN) --dtype bfloat16 --tokens 32768 --documents 1 --thresholds 12 $(OUT)
