@@ -45,7 +45,7 @@ class QAdACache(WatchedCache):
     straight through, and `restore_attention(model)` undoes it. The first cache of a model also runs the model over a
     short prompt, unless `moments="current"`, and writes the key moments to the user's cache folder. The first long
     prompt on a CPU starts to compile a kernel into that folder. `prepare` does both ahead. Calls with more new tokens
-    than the window, or than 16 where the bulk is offloaded, are exact. Other layers keep transformers' own caches.
+    than the window, or on a GPU than 8, are exact. Other layers keep transformers' own caches.
 
     Args:
         model: the model the cache is for, perhaps wrapped by `torch.compile` or peft. Instead of it, `config` takes the
