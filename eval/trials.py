@@ -29,6 +29,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.conversation import read_chats
 from eval.shared.deciding import (
+    BOTH,
+    DEFAULT_THETA,
     OWN,
     PROMPTS,
     WAY,
@@ -43,7 +45,6 @@ from eval.shared.deciding import (
     limit_reading,
     list_all_ways,
     list_few_ways,
-    list_latent_ways,
     list_peer_ways,
     list_token_ways,
     make_exact_cache,
@@ -71,6 +72,7 @@ from eval.shared.texts import (
 from qada_cache import CacheStats, KeyMoments, QAdACache
 from qada_cache.key_moments.defaults import split_sources
 from qada_cache.machine import describe_machine
+from qada_cache.state import SKETCH_BITS
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
 
@@ -242,6 +244,14 @@ def main(arguments: list[str] | None = None) -> int:
     run(options, model, tokenizer)
     print(align(summarize(read(options.out))))
     return 0
+
+
+def list_latent_ways() -> list[Way]:
+    """Of latent attention, where a sketch takes twice the share of a token's bytes, and more heads share what is read:
+    the default's thetas over 16, 8 and 4 bits, then fewer bits of a sketch and a higher threshold."""
+    default = [f"sketch of {SKETCH_BITS} bits{over}, {DEFAULT_THETA}" for over in ("", " over 8", " over 4")]
+    fewer = [f"sketch of 1.25 bits, {theta}" for theta in (DEFAULT_THETA, 8.0)]
+    return [Way("qada", BOTH[0], "any", 0.95, read) for read in (*default, *fewer)]
 
 
 def choose_ways(options: argparse.Namespace) -> list[Way]:

@@ -39,7 +39,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "kernels": ("auto", "torch"),
     "cuda_graph": (None, False),
 }
-_SELECTED = {**_PLAIN, "bulk_bits": (BULK_BITS,)}  # where heads decide
 # Where everything is read because nothing else was asked for.
 _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "threshold": (THRESHOLD, 1.0),
@@ -59,7 +58,7 @@ def resolve_latent_options(options: Options, config: PreTrainedConfig, *, chosen
     something else."""
     chosen = chosen and not has_indexers(config)
     decides = chosen and options.criterion != "dense" and options.threshold < 1.0
-    for name, allowed in (_SELECTED if decides else _PLAIN if chosen else _EVERYTHING).items():
+    for name, allowed in (_PLAIN if chosen else _EVERYTHING).items():
         value = getattr(options, name)
         if not any(value is one or value == one for one in allowed):
             does = "selects tokens of" if decides else "reads all tokens of"

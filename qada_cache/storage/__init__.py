@@ -171,16 +171,17 @@ class TokenStore(NearTokens):
             energies = self.near_keys.new_ones(self.near_keys.shape[1], self.near_keys.shape[3]).float()
         if not self.near_keys.is_cpu and not self.near_values.shape[3]:
             kernels = "torch"  # Triton has no code for tokens without values
-        self.selects = select and layout is not None
+        self.selects, values = select and layout is not None, self.find_values(self.near_keys, self.near_values)
         if layout is None or not (select or coded):
             self.bulk.sketch = None
         elif kept is None or not (coded or kept.matches(layout, energies)):
-            values = self.find_values(self.near_keys, self.near_values)
             self.bulk.sketch = BulkSketch(self.near_keys, values, layout, energies, kernels)
             for row in self._list_rows():
                 self.bulk.sketch.append_from(self.bulk, row)
         else:
             kept.kernels = kernels
+            if kept.covariance.shape[2] < values.shape[3]:  # those of latents that nobody selected among
+                kept.correlate_with(values.shape[3], self.bulk)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select_rows(self, index: list[int]) -> None:

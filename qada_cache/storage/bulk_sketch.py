@@ -199,6 +199,25 @@ class BulkSketch(Versioned):
                 self._correlate(own, *bulk.read(own, slice(None), first, min(end, tokens)), first)
         self.lengths[row] = tokens
 
+    def correlate_with(self, value_dim: int, bulk: "Bulk") -> None:
+        """Have values of so many channels that it was made without: the first ones of the bulk's keys."""
+        kept, heads, dim = self.tensors.to_tensors(), self.mean_key.shape[:2], self.mean_key.shape[2]
+        with torch.inference_mode(False):  # as in __init__
+            self.mean_key = torch.zeros_like(self.mean_key)
+            self.covariance = self.mean_key.new_zeros(*heads, value_dim, dim)
+            fields = list_fields(dim, value_dim, self.layout.count, capacity=0)
+            made = {name: fields[name] for name in ("mean_value", "slopes", "slope_units")}
+            kept |= {
+                name: self.mean_key.new_zeros(*heads, *shape, dtype=dtype) for name, (dtype, shape) in made.items()
+            }
+        self.tensors = Sketch(**kept)
+        for row, length in enumerate(self.lengths):
+            own = slice(row, row + 1)
+            for first, end in bulk.cut_spans(row, heads=heads[1]) if length else ():
+                self._correlate(own, *bulk.read(own, slice(None), first, end), first)
+            if length:
+                self._derive(own, length)
+
     def select_rows(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.lengths = [self.lengths[row] for row in index]

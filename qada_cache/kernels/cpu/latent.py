@@ -109,7 +109,7 @@ def _make_call(query: Tensor, rank: int, tokens: int, scaling: float) -> tuple[C
 
 def define_latent(dtype: torch.dtype, dim: int, rank: int, layout: RecordLayout | None) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
-    return *define(ELEMENTS[dtype], dim, 0, 1, layout), f"-DRANK={rank}"
+    return define(ELEMENTS[dtype], dim, rank, 1, layout, shared=True)
 
 
 @functools.cache
