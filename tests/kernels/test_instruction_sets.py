@@ -66,9 +66,9 @@ def test_records(dim: int, bits: float, dtype: torch.dtype, rung: int, token_thr
 @pytest.mark.usefixtures("built_for")
 def test_records_of_latents() -> None:
     sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 64, "shared": True}
-    scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dtype=torch.bfloat16, bits=2, **sizes)
-    for token_threshold in (scene.token_threshold(0.1), 0.0):
-        run_records(COMPILED.values[0], scene, token_threshold=token_threshold)
+    for selects in (True, False):
+        scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dtype=torch.bfloat16, bits=2, **sizes)
+        run_records(COMPILED.values[0], scene, token_threshold=scene.token_threshold(0.1) if selects else 0.0)
 
 
 @needs_compiler
