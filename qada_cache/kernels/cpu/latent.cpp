@@ -24,8 +24,8 @@ struct Call {
 // Tiles of latents as the model made them.
 struct Stored {
 #if PAIRS
-    using Found = Tile<WORDS, 1, RANK, 1>;
-    alignas(CACHE_LINE) Word values[TOKEN_WORDS][RANK];  // neighbouring tokens
+    using Found = Tile<WORDS, 1, SUMMED_CHANNELS, 1>;
+    alignas(CACHE_LINE) Word values[TOKEN_WORDS][SUMMED_CHANNELS];  // neighbouring tokens
 #elif defined(FLOAT32)
     using Found = Tile<DIM, 1, DIM, 1>;
 #else
@@ -44,7 +44,7 @@ struct Stored {
         }
 #if PAIRS
         for (int t = 0; t < TILE; t += 2)
-            for (int d = 0; d < RANK; d++)
+            for (int d = 0; d < SUMMED_CHANNELS; d++)
                 values[t / 2][d] = latents[t * DIM + d] | (uint32_t)latents[(t + 1) * DIM + d] << 16;
         return {(const Word*)latents, values[0], next};
 #elif defined(FLOAT32)

@@ -13,10 +13,11 @@
 
 namespace {
 
-constexpr int RANK = VALUE_DIM;  // channels of the value
 constexpr int LANES = TOKENS;  // queries of a vector
 constexpr int TILE = 64;       // tokens
 constexpr int SUMS = REGISTERS / 3 * 2;  // vectors that are summed at once
+// Channels of the value, and how many are summed.
+constexpr int RANK = VALUE_DIM, SUMMED_CHANNELS = (RANK + SUMS - 1) / SUMS * SUMS;
 constexpr int SUMMED = 96;     // products of a sum before it is added to others: long sums lose more to rounding
 
 #if defined(BFLOAT16) && defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -39,7 +40,7 @@ INLINED Singles added(Singles sum, Word word, Numbers lanes) { return sum + word
 #endif
 constexpr int IN_WORD = PAIRS ? 2 : 1;
 constexpr int WORDS = DIM / IN_WORD, TOKEN_WORDS = TILE / IN_WORD;
-static_assert(RANK <= DIM && DIM % IN_WORD == 0 && RANK % SUMS == 0 && TILE % SUMS == 0);
+static_assert(SUMMED_CHANNELS <= DIM && DIM % IN_WORD == 0 && TILE % SUMS == 0);
 
 template <typename Lanes>
 INLINED void store(void* to, Lanes lanes) {
@@ -50,7 +51,7 @@ INLINED void store(void* to, Lanes lanes) {
 // times weights.
 struct alignas(CACHE_LINE) Block {
     Word words[WORDS][LANES];
-    float sums[RANK][LANES];
+    float sums[SUMMED_CHANNELS][LANES];
     float peak[LANES], total[LANES];
 
     // `count` queries [*, DIM], and nothing where there are fewer.
@@ -171,7 +172,7 @@ template <int ACROSS, int TOKEN, int CHANNEL, int SUM_TOKEN, int SUM_CHANNEL>
 INLINED void add(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, int count,
                  const Word (*weights)[ACROSS][LANES], const Singles* kept, Block* blocks) {
     constexpr int DOWN = SUMS / ACROSS;
-    for (int d = 0; d < RANK; d += DOWN) {
+    for (int d = 0; d < SUMMED_CHANNELS; d += DOWN) {
         Singles sums[DOWN][ACROSS] = {};
         for (int t = 0; t * IN_WORD < count; t++) {
             Numbers each[ACROSS];

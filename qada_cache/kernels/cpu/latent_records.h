@@ -173,7 +173,7 @@ INLINED int64_t find_next(IndexedPlaces places, int64_t t) { return places[std::
 struct Recorded {
 #if PAIRS
     using Found = Tile<1, TILE, 1, TOKEN_WORDS>;
-    alignas(CACHE_LINE) Word keys[WORDS][TILE], values[RANK][TOKEN_WORDS];
+    alignas(CACHE_LINE) Word keys[WORDS][TILE], values[SUMMED_CHANNELS][TOKEN_WORDS];
 #else
     using Found = Tile<1, TILE, 1, TILE>;
     alignas(CACHE_LINE) Word keys[WORDS][TILE];
@@ -221,7 +221,7 @@ struct Recorded {
 #if PAIRS
                 const Singles one = find(d), other = find(d + 1);
                 store(keys[d / 2] + start, paired(one, other));
-                if (d < RANK) {
+                if (d < SUMMED_CHANNELS) {
                     store(values[d] + start / 2, narrow(one));
                     store(values[d + 1] + start / 2, narrow(other));
                 }
