@@ -104,7 +104,7 @@ class BulkSketch(Versioned):
 
     def find_coder(self) -> Coder | None:
         """What codes its tokens, if not torch."""
-        value_dim, device = self.covariance.shape[2], self.covariance.device
+        value_dim, device = self.tensors.mean_value.shape[2], self.covariance.device
         return choose_coder(self.kernels, device, self.dtype, self.layout, value_dim, plain=self.energies is None)
 
     @property
@@ -199,25 +199,6 @@ class BulkSketch(Versioned):
                 self._correlate(own, *bulk.read(own, slice(None), first, min(end, tokens)), first)
         self.lengths[row] = tokens
 
-    def correlate_with(self, value_dim: int, bulk: "Bulk") -> None:
-        """Have values of so many channels that it was made without: the first ones of the bulk's keys."""
-        kept, heads, dim = self.tensors.to_tensors(), self.mean_key.shape[:2], self.mean_key.shape[2]
-        with torch.inference_mode(False):  # as in __init__
-            self.mean_key = torch.zeros_like(self.mean_key)
-            self.covariance = self.mean_key.new_zeros(*heads, value_dim, dim)
-            fields = list_fields(dim, value_dim, self.layout.count, capacity=0)
-            made = {name: fields[name] for name in ("mean_value", "slopes", "slope_units")}
-            kept |= {
-                name: self.mean_key.new_zeros(*heads, *shape, dtype=dtype) for name, (dtype, shape) in made.items()
-            }
-        self.tensors = Sketch(**kept)
-        for row, length in enumerate(self.lengths):
-            own = slice(row, row + 1)
-            for first, end in bulk.cut_spans(row, heads=heads[1]) if length else ():
-                self._correlate(own, *bulk.read(own, slice(None), first, end), first)
-            if length:
-                self._derive(own, length)
-
     def select_rows(self, index: list[int]) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.lengths = [self.lengths[row] for row in index]
@@ -279,13 +260,15 @@ class BulkSketch(Versioned):
             return
         kept = self.tensors.to_tensors()
         used = {name: _view_span(name, kept[name][rows], 0, length) for name in SEGMENTS}
-        for name, part in (round_slopes(self.covariance[rows]) | average_channels(used, self.layout, length)).items():
+        for name, part in (self._find_slopes(rows) | average_channels(used, self.layout, length)).items():
             kept[name][rows] = part
 
+    def _find_slopes(self, rows: slice) -> dict[str, Tensor]:
+        """What follows from the covariance of rows."""
+        return round_slopes(self.covariance[rows])
+
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
-        """Take tokens into the means and the covariance of `before` others. Without values, these are channels of the
-        keys."""
-        values = values if values.shape[3] else keys[..., : self.covariance.shape[2]]
+        """Take tokens into the means and the covariance of `before` others."""
         with suspend_autocast(keys.device):
             means = self.tensors.mean_value[rows], self.mean_key[rows]
             take_in(before, means, self.covariance[rows], values, keys, self.kernels)
