@@ -58,12 +58,19 @@ def test_who_selects_all_reads_what_others_read(model: PreTrainedModel, kernels:
 
 @pytest.mark.parametrize(("bits", "off"), [(8, 0.05), (4, 0.1)])
 def test_few_bits_of_all_tokens(model: PreTrainedModel, bits: int, off: float) -> None:
-    """Who selects all reads the records that others read, which say nearly what the model made."""
+    """Who selects all reads the records that others read, which say nearly what the model made, of latents that no
+    query looks at too."""
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.weight.data.view(4, 16, 16)[:, :8] = 0
+    moments = KeyMoments.collect(model, prompt="random-tokens", tokens=200, progress=False)
+    assert moments.query_energies is not None
+    assert not moments.query_energies[..., :16].any()
     ids = prompt(sum(SPLIT))[0]
     wanted, found = forced(model, ids, SPLIT, dynamic(model)), []
     kinds: list[dict[str, Any]] = [{"token_threshold": 1e-30}, {"token_threshold": 0.0}, {"criterion": "oracle"}]
     for options in kinds:
-        cache = QAdACache(model, **{**OPTIONS, "threshold": 1 - 1e-9, "bulk_bits": bits, **options})
+        told = {**OPTIONS, "moments": ("current", moments), "threshold": 1 - 1e-9, "bulk_bits": bits, **options}
+        cache = QAdACache(model, **told)
         found.append(forced(model, ids, SPLIT, cache))
         assert cache.stats().bulk_read_bytes < 0.7 * cache.stats().dense_bulk_bytes
     for got in found[1:]:
@@ -141,6 +148,20 @@ def test_copies_files_and_crops(model: PreTrainedModel, bits: int, tmp_path: Pat
     if bits == 16:
         assert_near(model, found[-1], forced(model, ids, [260], dynamic(model))[:, 170:])
     assert not torch.equal(found[-1], found[0])
+
+
+def test_a_fork_that_selects_among_what_was_read_whole(model: PreTrainedModel) -> None:
+    """It takes the covariance of values and keys from the records, nearly as who selected from the first."""
+    ids, options = prompt(330)[0], {**OPTIONS, "bulk_bits": 8, "token_threshold": 2.0, "threshold": 1 - 1e-9}
+    dense, cache = QAdACache(model, **options | {"criterion": "dense"}), QAdACache(model, **options)
+    for each in (dense, cache):
+        forced(model, ids[:, :320], [320], each)
+    fork = dense.fork(criterion="gaussian", token_threshold=2.0, threshold=1 - 1e-9)
+    twins = [each.fork(update_moments=False) for each in (fork, cache)]  # with covariances of their own
+    found = [forced(model, ids[:, 320:], [1], each) for each in (fork, cache, *twins, dense)]
+    for one, other in ((0, 1), (0, 2), (1, 3)):
+        assert (found[one] - found[other]).norm() < 0.03 * found[4].norm()
+    assert 0 < fork.stats().bulk_read_bytes < 0.7 * fork.stats().dense_bulk_bytes
 
 
 def test_what_is_not_served_says_so() -> None:
