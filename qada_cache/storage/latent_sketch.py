@@ -4,15 +4,17 @@ import torch
 from torch import Tensor
 
 from ..key_moments.running import RunningMoments
+from ..sketch import find_segment_start
 from ..sketch.codec import Sketch, list_fields, round_slopes
 from .bulk import Bulk
 from .bulk_sketch import BulkSketch
 
 
 class LatentSketch(BulkSketch):
-    """Values are the first channels of the keys, or there are none. Where moments of the keys are kept, they have the
-    covariance of these too."""
+    """Values are the first channels of the keys; there are none where nobody selects, and then the open segment is read
+    as the model made it, and not coded. Where moments of the keys are kept, they have the covariance of values too."""
 
+    codes_open = False
     moments: RunningMoments | None = None
 
     @property
@@ -29,7 +31,11 @@ class LatentSketch(BulkSketch):
 
     @torch.inference_mode(False)  # as in `BulkSketch.__init__`
     def follow(self, moments: RunningMoments | None, value_dim: int, bulk: Bulk) -> None:
-        """Go by these moments of the bulk's keys, or without any; have values of `value_dim`, or of more, if it has."""
+        """Go by these moments of the bulk's keys, or without any. Have values of `value_dim`, or of more if it has; of
+        none, nobody selects."""
+        opens, self.codes_open = value_dim > 0 and not self.codes_open, value_dim > 0
+        if opens:
+            self._code_open(bulk)
         if moments is not None:
             self.covariance = self.covariance[:, :, :0].clone()
         elif self.moments is not None:
@@ -43,6 +49,14 @@ class LatentSketch(BulkSketch):
         """Moments of rows of equal length have changed."""
         if self.moments is not None and (length := self.lengths[rows.start]):
             self._derive(rows, length)
+
+    def _code_open(self, bulk: Bulk) -> None:
+        for row, length in enumerate(self.lengths):
+            if length:
+                self._reserve(bulk)
+                own, start = slice(row, row + 1), find_segment_start(length)
+                keys, values = bulk.read(own, slice(None), start, length)
+                bulk.code_open(own, keys, values, self._code(own, keys, start, length))
 
     def _correlate_anew(self, value_dim: int, bulk: Bulk) -> None:
         kept, (batch, kv_heads, dim) = self.tensors.to_tensors(), self.mean_key.shape
@@ -60,6 +74,10 @@ class LatentSketch(BulkSketch):
                 self._correlate(own, *bulk.read(own, slice(None), first, end), first)
             if length:
                 self._derive(own, length)
+
+    def _derive(self, rows: slice, length: int) -> None:
+        if self.codes_open:
+            super()._derive(rows, length)
 
     def _find_slopes(self, rows: slice) -> dict[str, Tensor]:
         if self.moments is None:
