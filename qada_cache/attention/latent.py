@@ -103,6 +103,13 @@ class LatentLayer(QAdALayer):
         store.shared_dim = self.sizes.rank if self.decides else 0
         super()._keep_by_options(store)
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """As `QAdALayer`. Where all is read exactly no plan is made, so that columns can come as they are needed."""
+        super().lazy_initialization(key_states, value_states)
+        if not self.decides:
+            assert self.store is not None
+            self.store.trim(self.options.window)
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take in new latents `[batch, 1, tokens, rank]` and rotary channels (`rope`), and return them alone, without
         those before. NotImplementedError, if they have other sizes; RuntimeError as `QAdALayer`."""
