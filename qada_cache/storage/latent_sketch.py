@@ -22,13 +22,6 @@ class LatentSketch(BulkSketch):
         """Channels of a value."""
         return self.tensors.mean_value.shape[2]
 
-    @property
-    def query_weights(self) -> Tensor:
-        """As `BulkSketch`: ones. A channel that no query looks at may be a value."""
-        if self._query_weights is None:
-            self._query_weights = torch.ones_like(self.mean_key[0])
-        return self._query_weights
-
     @torch.inference_mode(False)  # as in `BulkSketch.__init__`
     def follow(self, moments: RunningMoments | None, value_dim: int, bulk: Bulk) -> None:
         """Go by these moments of the bulk's keys, or without any. Have values of `value_dim`, or of more if it has; of

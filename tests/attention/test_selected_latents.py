@@ -64,7 +64,7 @@ def test_few_bits_of_all_tokens(model: PreTrainedModel, bits: int, off: float) -
         layer.self_attn.kv_b_proj.weight.data.view(4, 16, 16)[:, :8] = 0
     moments = KeyMoments.collect(model, prompt="random-tokens", tokens=200, progress=False)
     assert moments.query_energies is not None
-    assert not moments.query_energies[..., :16].any()
+    assert (moments.query_energies[..., :16] > 0).all()
     ids = prompt(sum(SPLIT))[0]
     wanted, found = forced(model, ids, SPLIT, dynamic(model)), []
     kinds: list[dict[str, Any]] = [{"token_threshold": 1e-30}, {"token_threshold": 0.0}, {"criterion": "oracle"}]
