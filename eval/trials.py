@@ -29,6 +29,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.conversation import read_chats
 from eval.shared.deciding import (
+    BOTH,
+    DEFAULT_THETA,
     OWN,
     PROMPTS,
     WAY,
@@ -43,7 +45,6 @@ from eval.shared.deciding import (
     limit_reading,
     list_all_ways,
     list_few_ways,
-    list_latent_ways,
     list_peer_ways,
     list_token_ways,
     make_exact_cache,
@@ -71,6 +72,9 @@ from eval.shared.texts import (
 from qada_cache import CacheStats, KeyMoments, QAdACache
 from qada_cache.key_moments.defaults import split_sources
 from qada_cache.machine import describe_machine
+from qada_cache.models.latent import find_latent_sizes
+from qada_cache.sketch import MIN_TOKENS
+from qada_cache.state import SKETCH_BITS
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
 
@@ -96,6 +100,14 @@ def make_cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]
     current, other = split_sources(way.moments)
     moments = known[str(other)] if other else "current"
     return options | {"moments": ("current", moments) if current and other else moments}
+
+
+def make_coded_cache(model: PreTrainedModel, **options: Any) -> QAdACache:
+    """As `make_exact_cache`, whose tokens are coded in the metric of the queries: that of latents has none where they
+    are all read."""
+    if find_latent_sizes(model.config.get_text_config(decoder=True)) is None:
+        return make_exact_cache(model, **options)
+    return QAdACache(model, criterion="gaussian", threshold=NEARLY_ONE, token_threshold=0.0, **options)
 
 
 def run_trial(
@@ -156,14 +168,16 @@ def run_trial(
             asked = make_cache_options(way, known)
             bits, theta = of = find_bulk_bits(way.read), find_prefill_threshold(way.read)
             if of not in held:
-                held[of] = make_exact_cache(model, bulk_bits=bits, prefill_threshold=theta, moments=asked["moments"])
+                told = {"bulk_bits": bits, "prefill_threshold": theta, "moments": asked["moments"]}
+                held[of] = make_exact_cache(model, **told) if bits == 16 else make_coded_cache(model, **told)
                 prefill(model, document, held[of])
                 check_selected(held[of])
             twin, made = try_on(partial(held[of].fork, **asked), at_once=not way.read.startswith(OWN))
             stats = twin.stats()
-            # Records have the same bytes in any dtype, tokens beside them do not, and they are counted together.
-            told = bits == 16 or value_bytes == 2
-            share = count_bytes_read(way, stats, value_bytes) if told else math.nan
+            share = count_bytes_read(way, stats, value_bytes, bits)
+            # Records have the same bytes in any dtype; fewer tokens lie in none.
+            if bits < 16 and value_bytes != 2 and document.text.shape[1] < MIN_TOKENS + cache.options.local_tokens:
+                share = math.nan
             shares = {"kv_read": 1 - stats.kv_sparsity, "bytes_read": share}
             shares["q_local"] = stats.sparsity
         yield asdict(way) | made | {name: f"{share:.4f}" for name, share in shares.items()}
@@ -175,9 +189,11 @@ def make_key(row: dict[str, Any]) -> tuple:
     return tuple(str(row.get(name, "")) for name in (*WAY, "document"))
 
 
-def count_bytes_read(way: Way, stats: CacheStats, value_bytes: int) -> float:
-    """Of the bulk's bytes, those that are read, and of what tokens are chosen by; as if values had `VALUE_BITS`."""
+def count_bytes_read(way: Way, stats: CacheStats, value_bytes: int, bits: int) -> float:
+    """Of the bulk's bytes, those that are read, and of what tokens are chosen by; as if values had `VALUE_BITS`. What
+    is read lies in records if `bits` are few."""
     if way.read.startswith(OWN):
+        stats = replace(stats, bulk_read_bytes=stats.bulk_read_bytes * value_bytes // 2) if bits < 16 else stats
         return measuring.count_bytes_read(stats, value_bytes)
     return 1 - stats.kv_sparsity
 
@@ -242,6 +258,14 @@ def main(arguments: list[str] | None = None) -> int:
     run(options, model, tokenizer)
     print(align(summarize(read(options.out))))
     return 0
+
+
+def list_latent_ways() -> list[Way]:
+    """Of latent attention, where a sketch takes twice the share of a token's bytes, and more heads share what is read:
+    the default's thetas over 16, 8 and 4 bits, then fewer bits of a sketch and a higher threshold."""
+    default = [f"sketch of {SKETCH_BITS} bits{over}, {DEFAULT_THETA}" for over in ("", " over 8", " over 4")]
+    fewer = [f"sketch of 1.25 bits, {theta}" for theta in (DEFAULT_THETA, 8.0)]
+    return [Way("qada", BOTH[0], "any", 0.95, read) for read in (*default, *fewer)]
 
 
 def choose_ways(options: argparse.Namespace) -> list[Way]:

@@ -105,16 +105,6 @@ def list_token_ways(*, few: bool = False, own: bool = False, bits: Sequence[int]
     return [*default, *shares]
 
 
-def list_latent_ways() -> list[Way]:
-    """Of latent attention, where a sketch takes twice the share of a token's bytes, and more heads share what is read:
-    the default, then fewer bits and a higher threshold."""
-    reads = [
-        f"sketch of {bits} bits, {theta}"
-        for bits, theta in ((SKETCH_BITS, DEFAULT_THETA), (1.25, DEFAULT_THETA), (1.25, 8.0))
-    ]
-    return [Way("qada", BOTH[0], "any", 0.95, read) for read in reads]
-
-
 def list_peer_ways() -> list[Way]:
     """Other methods: a share of the bulk's tokens that each keeps, and everything in few bits."""
     methods, shares = ("SnapKV", "ExpectedAttention", "TOVA", "KeyDiff"), (0.05, 0.1, 0.2)

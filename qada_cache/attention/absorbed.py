@@ -62,7 +62,8 @@ def _attend_to_records(
     if not compiled.serves_latents(queries, bulk.keys, rank, bulk.lengths[rows.start]):
         return None
     assert bulk.sketch is not None
-    sketch, segments = bulk.sketch.tensors.map(lambda held: held[rows]), count_segments(bulk.lengths[rows.start])
+    sketch = bulk.sketch.tensors.map(lambda held: held[rows])
+    segments = count_segments(bulk.sketch.count_coded(bulk.lengths[rows.start]))
     held = records.tensor[rows, :, :stored]
     return compiled.attend_recorded_latents(
         queries, held, sketch, records.weights, records.layout, rank, scaling=scaling, segments=segments

@@ -39,7 +39,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "kernels": ("auto", "torch"),
     "cuda_graph": (None, False),
 }
-_SELECTED = {**_PLAIN, "bulk_bits": (BULK_BITS,)}  # where heads decide
 # Where everything is read because nothing else was asked for.
 _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "threshold": (THRESHOLD, 1.0),
@@ -59,7 +58,7 @@ def resolve_latent_options(options: Options, config: PreTrainedConfig, *, chosen
     something else."""
     chosen = chosen and not has_indexers(config)
     decides = chosen and options.criterion != "dense" and options.threshold < 1.0
-    for name, allowed in (_SELECTED if decides else _PLAIN if chosen else _EVERYTHING).items():
+    for name, allowed in (_PLAIN if chosen else _EVERYTHING).items():
         value = getattr(options, name)
         if not any(value is one or value == one for one in allowed):
             does = "selects tokens of" if decides else "reads all tokens of"
@@ -103,6 +102,13 @@ class LatentLayer(QAdALayer):
         store.bulk.growth = CodedBulk.growth
         store.shared_dim = self.sizes.rank if self.decides else 0
         super()._keep_by_options(store)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """As `QAdALayer`. Where all is read exactly no plan is made, so that columns can come as they are needed."""
+        super().lazy_initialization(key_states, value_states)
+        if not self.decides:
+            assert self.store is not None
+            self.store.trim(self.options.window)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take in new latents `[batch, 1, tokens, rank]` and rotary channels (`rope`), and return them alone, without

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu
-from ..kernels.cpu import latent, prompt, quantizing, recording, selected_prompt
+from ..kernels.cpu import compiled_decode, latent, prompt, quantizing, recording, selected_prompt
 from ..kernels.cpu.building import Library, build_ahead
 from ..kernels.operands import Query
 from ..models.latent import LatentSizes
@@ -63,7 +63,9 @@ def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSiz
         found.append(
             Library(latent.SOURCE, latent.define_latent(*of_latents), partial(latent.build_latent, *of_latents))
         )
-    if options.criterion != "dense" and cpu.supports_sizes(dtype, *(of_steps := (dim, rank, cpu.split_heads(heads)))):
+    decides, group = options.criterion != "dense", cpu.split_heads(heads)
+    if decides and compiled_decode.supports_sizes(dtype, dim, rank, group, layout, shared=True):
+        of_steps = dim, rank, group, layout
         macros, build = cpu.define(cpu.ELEMENTS[dtype], *of_steps, shared=True), partial(cpu.build, shared=True)
         found.append(Library(cpu.SOURCE, macros, partial(build, dtype, *of_steps)))
     return found + _list_coders(layout, dim, sketched=options.selects_tokens)

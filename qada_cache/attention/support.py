@@ -13,6 +13,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from ..criterion import StaticHeads
 from ..kernels import cpu
+from ..kernels.cpu import latent
 from ..kernels.cpu.building import has_compiler
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
@@ -156,13 +157,16 @@ def reads_records(options: Options, managed: ManagedModel) -> bool:
     """Whether a model with these resolved options decodes a bulk in few bits as fast as another: tokens are selected by
     a sketch in the metric of the queries, and the kernel for CPUs computes it all."""
     model, config = managed.get(), managed.config
-    if model is None or managed.latents or not options.selects_tokens or options.query_energies is None:
+    if model is None or not options.selects_tokens or options.query_energies is None:
         return False
     plain = getattr(config, "attn_logit_softcapping", None) is None
-    built = model.dtype in cpu.ELEMENTS and all(
-        heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
-        for heads, kv_heads, dim in list_sizes(config)
-    )
+    if (latents := managed.latents) is not None:
+        built = latent.serves_sizes(model.dtype, latents.dim, latents.rank)
+    else:
+        built = model.dtype in cpu.ELEMENTS and all(
+            heads <= cpu.MAX_QUERIES * kv_heads and RecordLayout.serves(dim, dim)
+            for heads, kv_heads, dim in list_sizes(config)
+        )
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     return plain and built and on_cpu and options.kernels == "auto" and has_compiler()
 

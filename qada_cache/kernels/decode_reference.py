@@ -72,18 +72,20 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
     assert layer.records is not None
     assert layer.sketch is not None
     held, weights, layout = layer.records, layer.records.weights, layer.records.layout
-    longest = max(lengths)
+    longest, shared = max(lengths), is_shared(layer.bulk_keys, layer.bulk_values)
     keys, values = (
         part.new_zeros(*part.shape[:2], longest, part.shape[3], dtype=torch.float32)
         for part in (layer.bulk_keys, layer.bulk_values)
     )
+    values = keys[..., : values.shape[3]] if shared else values
     for row, length in enumerate(lengths):
         closed, one = count_closed(length), slice(row, row + 1)
         if length >= MIN_TOKENS:
             parts = held.tensor[one, :, :closed].to(held.open.device), held.open[one, :, : length - closed]
             records, predicted = torch.cat(parts, dim=2), predict_keys(layer.sketch, one, length)
             keys[row, :, :length] = decode_keys(records, predicted, weights, layout)[0]
-            values[row, :, :length] = decode_values(records, layout)[0]
+            if not shared:
+                values[row, :, :length] = decode_values(records, layout)[0]
             continue
         for decoded, beside in ((keys, layer.bulk_keys), (values, layer.bulk_values)):
             decoded[row, :, :length] = beside[row, :, :length]

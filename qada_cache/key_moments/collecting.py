@@ -46,6 +46,7 @@ class QueryEnergies:
         self.readers = readers
         self.sums: dict[int, Tensor] = {}
         self.tokens: Counter[int] = Counter()
+        self.values: dict[int, tuple[Tensor, float]] = {}  # of latents, as of `observe_queries`
 
     def __call__(self, layer: int, query: Tensor) -> None:
         """Take in a layer's queries `[batch, heads, tokens, dim]`."""
@@ -58,7 +59,8 @@ class QueryEnergies:
         self, keys: dict[int, Tensor], layers: int, rotations: dict[int, Rotation], shard: HeadShard
     ) -> Tensor | None:
         """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
-        None if the queries of a layer that has `keys` were not seen, or are of other heads."""
+        None if the queries of a layer that has `keys` were not seen, or are of other heads. Channels of latents
+        are values as well: an error `e` of one turns a score by `scaling q e`, and a value by its share of values."""
         energies, seen = torch.zeros(layers, *_find_greatest(keys), dtype=torch.float32, device="cpu"), 0
         for index in keys.keys() & self.sums.keys():
             sums, (_, heads, _, dim) = self.sums[index], keys[index].shape
@@ -66,6 +68,10 @@ class QueryEnergies:
                 mean = (sums / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
                 _, partners = rotations.get(index, Rotation(dim)).by_dim
                 energies[index, :heads, :dim] = (mean + mean[:, partners]) / 2
+                if index in self.values:
+                    norms, scaling = self.values[index]
+                    spread = keys[index][..., : len(norms)].double().flatten(0, 2).var(dim=0, correction=0)
+                    energies[index, :, : len(norms)] += norms / (scaling**2 * (norms @ spread))
                 seen += 1
         return shard.gather(energies, 1) if shard.holds_everywhere(seen == len(keys)) else None
 
@@ -156,7 +162,7 @@ def collect(
                 )
                 # Contiguous positions are left to the model: not every one takes them as an argument.
                 positions = None if length == bulk else torch.cat([first, spread])[None]
-                with observe_queries(plain, energies):
+                with observe_queries(plain, energies, energies.values):
                     keys = read_keys(plain, ids[None], positions, chunk=chunk, done=bar.update)
                 if scheme == "analytic":
                     back = -torch.arange(tokens, dtype=torch.int64, device="cpu")

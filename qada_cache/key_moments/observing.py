@@ -47,16 +47,24 @@ def read_keys(
 
 
 @contextmanager
-def observe_queries(model: PreTrainedModel, observe: Callable[[int, Tensor], None]) -> Iterator[None]:
+def observe_queries(
+    model: PreTrainedModel,
+    observe: Callable[[int, Tensor], None],
+    values: dict[int, tuple[Tensor, float]] | None = None,
+) -> Iterator[None]:
     """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers, if
-    these take their attention function from transformers' table."""
+    these take their attention function from transformers' table. Of layers of latents `values` has, by number, the
+    squared norms of what values are made by, float64 `[rank]` on the CPU, and the scaling of scores."""
     ours, sizes = set(model.modules()), find_latent_sizes(model.config.get_text_config(decoder=True))
 
     def attention(base: Callable[..., Any], module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> Any:
         if module in ours and isinstance(index := getattr(module, "layer_idx", None), int):
             asked = query
             if sizes is not None and has_latents(module):
-                asked = absorb(query, ask_projections(module, sizes, query.shape[3] - sizes.rope, query), sizes)
+                by = ask_projections(module, sizes, query.shape[3] - sizes.rope, query)
+                asked = absorb(query, by, sizes)
+                if values is not None and index not in values and (scaling := kwargs.get("scaling")):
+                    values[index] = by.values.double().square().sum(dim=(0, 1)).cpu(), scaling
             observe(index, asked)
         return base(module, query, *args, **kwargs)
 

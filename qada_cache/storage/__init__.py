@@ -13,6 +13,7 @@ from ..sketch.coded import RecordLayout
 from .bulk import Bulk
 from .bulk_sketch import BulkSketch
 from .coded_bulk import CodedBulk
+from .latent_sketch import LatentSketch
 from .near import NearTokens, Pair
 from .placement import Placement
 from .versioned import Buffer
@@ -176,11 +177,19 @@ class TokenStore(NearTokens):
             self.bulk.sketch = None
         elif kept is None or not (coded or kept.matches(layout, energies)):
             values = self.find_values(self.near_keys, self.near_values)
-            self.bulk.sketch = BulkSketch(self.near_keys, values, layout, energies, kernels)
+            kind = BulkSketch if self.near_values.shape[3] else LatentSketch
+            self.bulk.sketch = kind(self.near_keys, values, layout, energies, kernels)
+            self._lead_sketch()
             for row in self._list_rows():
                 self.bulk.sketch.append_from(self.bulk, row)
         else:
             kept.kernels = kernels
+            self._lead_sketch()
+
+    def _lead_sketch(self) -> None:
+        """Have the sketch of latents go by the moments, if these are always of all tokens."""
+        if isinstance(sketch := self.bulk.sketch, LatentSketch):
+            sketch.follow(self.moments if self.update_moments else None, self.shared_dim, self.bulk)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select_rows(self, index: list[int]) -> None:
@@ -213,7 +222,13 @@ class TokenStore(NearTokens):
         for row in rows:
             own = slice(row, row + 1)
             for span in self.bulk.cut_spans(row, self.moments.count[row], heads=self.near_keys.shape[1]):
-                self.moments.update(own, self.bulk.read(own, slice(None), *span)[0])
+                self._take_into_moments(own, self.bulk.read(own, slice(None), *span)[0])
+
+    def _take_into_moments(self, rows: slice, keys: Tensor) -> None:
+        assert self.moments is not None
+        self.moments.update(rows, keys)
+        if isinstance(self.bulk.sketch, LatentSketch):
+            self.bulk.sketch.take_moments(rows)
 
     def lengthen(self, tokens: int, valid: Tensor | None, *, exact: bool) -> None:
         """Every row has so many more tokens."""
@@ -252,7 +267,7 @@ class TokenStore(NearTokens):
                 self.bulk.sketch.append_from(self.bulk, rows, flushed)
             self.decoded |= not exact
             if self.moments is not None and (self.update_moments or exact):
-                self.moments.update(rows, flushed[0])
+                self._take_into_moments(rows, flushed[0])
         self.flushed[rows] = [gone + older] * len(self.flushed[rows])
         if exact and len(self.flushed[rows]) == self.batch:
             return keys[:, :, older:], values[:, :, older:]

@@ -52,6 +52,7 @@ class BulkSketch(Versioned):
 
     tensors = Buffer[Sketch]()  # with room for at least as many tokens as the bulk holds
     energies = Buffer[Tensor | None]()
+    codes_open = True  # whether the open segment is coded, too: something reads its codes
 
     def __init__(
         self, keys: Tensor, values: Tensor, layout: Layout, energies: Tensor | None, kernels: str = "auto"
@@ -104,7 +105,7 @@ class BulkSketch(Versioned):
 
     def find_coder(self) -> Coder | None:
         """What codes its tokens, if not torch."""
-        value_dim, device = self.covariance.shape[2], self.covariance.device
+        value_dim, device = self.tensors.mean_value.shape[2], self.covariance.device
         return choose_coder(self.kernels, device, self.dtype, self.layout, value_dim, plain=self.energies is None)
 
     @property
@@ -120,7 +121,7 @@ class BulkSketch(Versioned):
         if length < MIN_TOKENS or length == known:
             return
         coded = bulk.stored[rows.start] if bulk.beside else 0
-        bulk.placement.retry(partial(self._reserve, bulk.capacity + bulk.sketched_beside), bulk.device)
+        bulk.placement.retry(partial(self._reserve, bulk), bulk.device)
         last = find_segment_start(length)
         # The open segment is coded again.
         first, older = (
@@ -143,7 +144,7 @@ class BulkSketch(Versioned):
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
             if stop > coded:
                 with suspend_autocast(keys.device):
-                    made = self._code(rows, keys, start, stop)
+                    made = self._code(rows, keys, start, stop) if stop <= last or self.codes_open else {}
                     (bulk.close if stop <= last else bulk.code_open)(rows, keys, values, made)
             new = max(0, known - start)
             if new < stop - start and not together:
@@ -188,7 +189,7 @@ class BulkSketch(Versioned):
         """Take over a row's first segments, as `find_segment` gives them, while it has none; `append_from` does the
         rest."""
         tokens, own = len(segments) * SEGMENT_TOKENS, slice(row, row + 1)
-        bulk.placement.retry(partial(self._reserve, bulk.capacity + bulk.sketched_beside), bulk.device)
+        bulk.placement.retry(partial(self._reserve, bulk), bulk.device)
         kept = self.tensors.to_tensors()
         for index, segment in enumerate(segments):
             start = index * SEGMENT_TOKENS
@@ -213,7 +214,7 @@ class BulkSketch(Versioned):
     @property
     def record(self) -> dict[str, Any]:
         """What a file keeps, by name."""
-        kept, tokens = self.tensors.to_tensors(), max(self.lengths)
+        kept, tokens = self.tensors.to_tensors(), max(map(self.count_coded, self.lengths))
         return {
             **{name: _view_span(name, kept[name], 0, tokens) for name in (*TOKENS, *SEGMENTS)},
             **{"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance},
@@ -228,7 +229,7 @@ class BulkSketch(Versioned):
             raise ValueError(f"its sketch is of {record['sketch_lengths']} tokens, and should be of {wanted}")
         self.lengths = wanted
         if self.in_use:
-            self._reserve(bulk.capacity + bulk.sketched_beside)
+            self._reserve(bulk)
         if bulk.beside and record["query_energies"] is None:
             raise ValueError("it lacks the query energies that its records lie behind")
         # The file's energies: others may be known now.
@@ -245,13 +246,17 @@ class BulkSketch(Versioned):
         for row, length in enumerate(wanted):
             if length:
                 own, start, kept = slice(row, row + 1), find_segment_start(length), self.tensors.to_tensors()
-                if not has_whole_order(kept["order"][row, :, : count_segments(length)]):
+                if not has_whole_order(_view_span("order", kept["order"][own], 0, self.count_coded(length))):
                     raise ValueError(f"row {row} of its sketch has an order that lacks channels")
-                if bulk.beside:  # no file keeps records of the open segment
+                if bulk.beside and self.codes_open:  # no file keeps records of the open segment
                     made = {name: _view_span(name, kept[name][own], start, length) for name in (*TOKENS, *SEGMENTS)}
                     with suspend_autocast(self.mean_key.device):
                         bulk.code_open(own, *bulk.read(own, slice(None), start, length), made)
                 self._derive(own, length)
+
+    def count_coded(self, length: int) -> int:
+        """How many of a row's tokens are coded, of so many."""
+        return length if self.codes_open else find_segment_start(length)
 
     def _derive(self, rows: slice, length: int) -> None:
         """What follows from the rest, for rows of equal length."""
@@ -260,13 +265,15 @@ class BulkSketch(Versioned):
             return
         kept = self.tensors.to_tensors()
         used = {name: _view_span(name, kept[name][rows], 0, length) for name in SEGMENTS}
-        for name, part in (round_slopes(self.covariance[rows]) | average_channels(used, self.layout, length)).items():
+        for name, part in (self._find_slopes(rows) | average_channels(used, self.layout, length)).items():
             kept[name][rows] = part
 
+    def _find_slopes(self, rows: slice) -> dict[str, Tensor]:
+        """What follows from the covariance of rows."""
+        return round_slopes(self.covariance[rows])
+
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
-        """Take tokens into the means and the covariance of `before` others. Without values, these are channels of the
-        keys."""
-        values = values if values.shape[3] else keys[..., : self.covariance.shape[2]]
+        """Take tokens into the means and the covariance of `before` others."""
         with suspend_autocast(keys.device):
             means = self.tensors.mean_value[rows], self.mean_key[rows]
             take_in(before, means, self.covariance[rows], values, keys, self.kernels)
@@ -277,9 +284,10 @@ class BulkSketch(Versioned):
         self.mean_key, self.covariance = change(self.mean_key), change(self.covariance)
 
     @torch.inference_mode(False)  # as in __init__
-    def _reserve(self, capacity: int) -> None:
-        """Have room for so many tokens a row, as the bulk has."""
+    def _reserve(self, bulk: "Bulk") -> None:
+        """Have room for as many tokens a row as the bulk has."""
         made, room = self.tensors.to_tensors(), self.tensors.scales.shape[2]
+        capacity = bulk.capacity + (bulk.sketched_beside if self.codes_open else 0)
         if capacity <= room:
             return
         used = min(max(self.lengths), room)

@@ -123,10 +123,10 @@ class CodedBulk(Bulk):
             self.recoded[row] = frozenset(again.union(i for i in self.recoded[row] if i < first))
 
     def code_open(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """As `Bulk`; it takes its tokens, `beside`."""
-        records, _ = self._code(rows, keys, values, made)
+        """As `Bulk`; it takes its tokens, `beside`, with their records if they are coded."""
+        parts = (keys, values, self._code(rows, keys, values, made)[0]) if made else (keys, values)
         self._fit_beside()
-        for held, part in zip(self.beside, (keys, values, records), strict=True):
+        for held, part in zip(self.beside, parts, strict=False):
             held[rows, :, : part.shape[2]] = part
 
     def _code(
@@ -152,7 +152,8 @@ class CodedBulk(Bulk):
             places = self.sketch.tensors, rows, self.stored[rows.start] // SEGMENT_TOKENS
             return coder.record(*places, keys, values, self.sketch.query_weights, self.layout)
         weights, sketch = self.sketch.query_weights, self.sketch.tensors.map(lambda held: held[rows])
-        told = {"first": self.stored[rows.start], "segments": count_segments(self.lengths[rows.start])}
+        coded = self.sketch.count_coded(self.lengths[rows.start])
+        told = {"first": self.stored[rows.start], "segments": count_segments(coded)}
         compiles = self.sketch.kernels != "torch"
         if compiles and (found := code_records(keys, values, sketch, weights, self.layout, **told)) is not None:
             return found
@@ -186,7 +187,7 @@ class CodedBulk(Bulk):
             assert self.sketch is not None
             weights, found, sketch = self.sketch.query_weights[heads], None, self.sketch.tensors
             if not isinstance(tokens, Tensor):
-                told = {"first": tokens[0], "segments": count_segments(self.lengths[row])}
+                told = {"first": tokens[0], "segments": count_segments(self.sketch.count_coded(self.lengths[row]))}
                 if (coder := self.sketch.find_coder()) is not None:
                     of_all = sketch, rows, heads, self.sketch.query_weights, self.layout, self.beside[:2]
                     found = coder.decode(records, *of_all, **told)
@@ -197,8 +198,7 @@ class CodedBulk(Bulk):
                 index = tokens
                 if not isinstance(index, Tensor):
                     index = torch.arange(*index, dtype=torch.int64, device=self.device)
-                index = index[:count]
-                predicted = self._predict(rows, heads, index)
+                predicted = self._predict(rows, heads, index[:count])
                 found = decode_keys(records, predicted, weights, self.layout), decode_values(records, self.layout)
             parts.append([part.to(like.dtype) for part, like in zip(found, self.beside[:2], strict=True)])
         if beside[0].shape[2] or not count:
@@ -267,11 +267,11 @@ class CodedBulk(Bulk):
     def _predict(self, rows: slice, heads: slice, index: Tensor) -> Tensor:
         """What the sketch says of keys: float32 `[rows, heads, tokens, dim]`."""
         assert self.sketch is not None
-        kept = self.sketch.tensors.to_tensors()
+        kept, length = self.sketch.tensors.to_tensors(), self.lengths[rows.indices(len(self.lengths))[0]]
         made = {name: kept[name][rows, heads] for name in (*TOKENS, *SEGMENTS)}
         made |= {name: made[name][..., index] for name in TOKENS}
         of = index.div(SEGMENT_TOKENS, rounding_mode="floor")
-        of = of.clamp_max(count_segments(self.lengths[rows.indices(len(self.lengths))[0]]) - 1)
+        of = of.clamp_max(count_segments(self.sketch.count_coded(length)) - 1)
         return estimate_keys(made, self.sketch.layout, of=of)
 
     @torch.inference_mode(False)  # as in `_allocate`
@@ -284,7 +284,7 @@ class CodedBulk(Bulk):
         if self.device.type in row_tensors.REPLAYING and tokens:
             most = SEGMENT_TOKENS + LAST_TOKENS if sketched else LEAST
             room = max(self.beside[0].shape[2], most if tokens <= most else 1 << (tokens - 1).bit_length())
-        rooms = room, room, room if sketched else 0
+        rooms = room, room, room if sketched and self.sketch is not None and self.sketch.codes_open else 0
         if [held.shape[2] for held in self.beside] == [*rooms] and not self.lent_bytes:
             return
         fitted = []

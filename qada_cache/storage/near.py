@@ -58,6 +58,14 @@ class NearTokens(Versioned):
                 self.near_keys = functional.pad(self.near_keys, (0, 0, 0, more))
                 self.near_values = functional.pad(self.near_values, (0, 0, 0, more))
 
+    def trim(self, tokens: int) -> None:
+        """Have no more room than for `tokens` recent tokens, and for those that there are."""
+        stop = self.sinks + max(tokens, self.end)
+        with torch.inference_mode(False):  # as in __init__
+            self.near_keys, self.near_values = (
+                near[:, :, :stop].clone() for near in (self.near_keys, self.near_values)
+            )
+
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Put the newest tokens of every row into their columns."""
         for near, new in ((self.near_keys, keys), (self.near_values, values)):

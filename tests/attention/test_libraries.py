@@ -133,9 +133,9 @@ def test_latents(bits: int, coders: list[Path], begun: list[list[Path]]) -> None
     read(lambda model: QAdACache(model, bulk_bits=bits), FEWEST, model=model)
     read(lambda model: QAdACache(model, bulk_bits=bits, kernels="torch"), FEWEST, model=model)
     assert begun == [[latent.SOURCE, *coders], []]
-    if bits == 16:
-        read(lambda model: QAdACache(model, criterion="gaussian", moments="current"), FEWEST, model=model)
-        assert begun[2] == [latent.SOURCE, cpu.SOURCE, quantizing.SOURCE]
+    options = {"criterion": "gaussian", "moments": "current", "bulk_bits": bits}
+    read(lambda model: QAdACache(model, **options), FEWEST, model=model)
+    assert begun[2] == [latent.SOURCE, cpu.SOURCE, *(coders or [quantizing.SOURCE])]
 
 
 @needs_compiler

@@ -389,6 +389,15 @@ def test_where_no_kernel_decodes_none_is_16(
     assert QAdACache(tiny(family, **changes), moments="current", **SMALL).options.bulk_bits == 16
 
 
+@pytest.mark.usefixtures("default_bits")
+def test_none_is_8_of_latents_among_which_heads_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 1, 24))
+    selecting, odd = {"criterion": "gaussian", "moments": "current"}, {"kv_lora_rank": 12, "qk_rope_head_dim": 12}
+    assert QAdACache(tiny("deepseek_v3"), **selecting).options.bulk_bits == 8
+    assert QAdACache(tiny("deepseek_v3", **odd), **selecting).options.bulk_bits == 16
+    assert QAdACache(tiny("deepseek_v3"), moments="current").options.bulk_bits == 16
+
+
 def test_a_crop_under_autocast_decodes_alike() -> None:
     """Products are rounded there, but for those that turn what records hold."""
     model, ids = tiny(), prompt(PROMPT)[0]

@@ -94,10 +94,11 @@ def test_stored_prompts(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(got), logits_of(wanted), rtol=0, atol=1e-3)
 
 
-def test_stored_prompts_of_which_heads_select(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_stored_prompts_of_which_heads_select(bits: int, tmp_path: Path) -> None:
     """A text goes on behind a stored prompt as behind one that was read."""
     model, store = tiny("deepseek_v3", max_position_embeddings=2048, initializer_range=0.2), PrefixStore(tmp_path)
-    options = {"criterion": "gaussian", "moments": "current", "token_threshold": 2.0, **SMALL}
+    options = {"criterion": "gaussian", "moments": "current", "token_threshold": 2.0, "bulk_bits": bits, **SMALL}
     document, question = prompt(1300)[0], prompt(20, seed=8)[0]
     cache = store.cache(model, document, **options)
     forced(model, document, [1300], cache)

@@ -81,13 +81,13 @@ def count_failures(target: Target) -> int:
         if records is not None:
             macros = cpu.define("FLOAT32", dim, value_dim, 1, records)
             failed += not is_clean(target, recording.SOURCE, macros, processor)
-    for processor in target.processors:
-        failed += not is_clean(target, cpu.SOURCE, cpu.define("BFLOAT16", 72, 64, 4, shared=True), processor)
     for dim, processor in product((64, 80), target.processors):
         failed += not is_clean(target, quantizing.SOURCE, quantizing.define_quantizer(dim), processor)
     for (dtype, dim, rank, bits), processor in product(LATENT_SIZES, {*target.processors, *target.of_prompts}):
-        macros = latent.define_latent(dtype, dim, rank, RecordLayout.from_bits(dim, 0, bits))
-        failed += not is_clean(target, latent.SOURCE, macros, processor)
+        records = RecordLayout.from_bits(dim, 0, bits)
+        failed += not is_clean(target, latent.SOURCE, latent.define_latent(dtype, dim, rank, records), processor)
+        macros = cpu.define(cpu.ELEMENTS[dtype], dim, rank, 4, records, shared=True)
+        failed += not is_clean(target, cpu.SOURCE, macros, processor)
     of_prompts = (prompt.SOURCE, prompt.define), (selected_prompt.SOURCE, selected_prompt.define_selecting)
     for processor, instructions in target.of_prompts.items():
         with mock.patch.object(prompt, "read_instructions", lambda found=instructions: found):

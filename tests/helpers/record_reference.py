@@ -12,7 +12,7 @@ from qada_cache.sketch.codec import Sketch
 
 def hadamard(dim: int) -> Tensor:
     """Float64 `[dim, dim]`: blocks of the greatest power of two that divides `dim`, by the signs of common bits."""
-    block = math.gcd(dim, 2**20)
+    block = math.gcd(dim, 2**20) if dim else 1
     signs = [[(-1.0) ** bin(row & column).count("1") for column in range(block)] for row in range(block)]
     return torch.kron(torch.eye(dim // block).double(), torch.tensor(signs, dtype=torch.float64) / math.sqrt(block))
 

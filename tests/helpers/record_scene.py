@@ -24,7 +24,7 @@ class RecordScene(Scene):
     def __post_init__(self) -> None:
         super().__post_init__()
         value_dim, made = self.stored[1].shape[3], torch.Generator().manual_seed(3)
-        found = RecordLayout.from_bits(self.dim, value_dim, self.rung)
+        found = RecordLayout.from_bits(self.dim, 0 if self.shared else value_dim, self.rung)
         assert found is not None
         self.layout, self.weights = found, 0.2 + 2 * torch.rand(self.kv_heads, self.dim, generator=made)
         self.closed = [count_closed(count) for count in self.counts]
@@ -35,6 +35,8 @@ class RecordScene(Scene):
         )
         keys, values = self.stored
         self.stored = [torch.full((*part.shape[:2], room, part.shape[3]), torch.nan).to(part) for part in self.stored]
+        if self.shared:
+            self.stored[1] = self.stored[0][..., :value_dim]
         self.keys, self.values = ([part.double() for part in parts] for parts in (self.keys, self.values))
         for row, (count, closed) in enumerate(zip(self.counts, self.closed, strict=True)):
             if row not in self.sketched_rows():
@@ -43,15 +45,15 @@ class RecordScene(Scene):
                 continue
             for head in range(self.kv_heads):
                 known = predicted(self.sketch[row, head], count)
-                given = keys[row, head, :count], values[row, head, :count], known.float(), self.weights[head]
-                made_of = code_tokens(*given, self.layout)
+                given = keys[row, head, :count], values[row, head, :count, : self.layout.value_dim]
+                made_of = code_tokens(*given, known.float(), self.weights[head], self.layout)
                 self.records[row, head, :closed] = made_of[:closed]
                 self.open_records[row, head, : count - closed] = made_of[closed:]
                 bits = {"key_bits": self.layout.key_bits, "value_bits": self.layout.value_bits}
-                weighed, sums = decoded(made_of, dim=self.dim, value_dim=value_dim, **bits)
+                weighed, sums = decoded(made_of, dim=self.dim, value_dim=self.layout.value_dim, **bits)
                 tokens = slice(SINKS, SINKS + count)
                 self.keys[row][head, tokens] = known + weighed / self.weights[head].double()
-                self.values[row][head, tokens] = sums
+                self.values[row][head, tokens] = self.keys[row][head, tokens, :value_dim] if self.shared else sums
 
     def place(self, device: str) -> None:
         """Have records lie as `device` has them."""
@@ -76,7 +78,7 @@ class RecordScene(Scene):
                     self.open_records[row, head, : count - closed][~read[closed:]] = NOTHING
                     needed += int(read.sum()) * self.records.shape[3]
                     continue
-                for held in self.stored:
+                for held in self.stored[: 1 if self.shared else 2]:
                     held[row, head, :count][~read] = torch.nan
                     needed += held[row, head, :count][read].nbytes
         return needed

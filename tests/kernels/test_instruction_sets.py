@@ -64,6 +64,15 @@ def test_records(dim: int, bits: float, dtype: torch.dtype, rung: int, token_thr
 
 @needs_compiler
 @pytest.mark.usefixtures("built_for")
+def test_records_of_latents() -> None:
+    sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 56, "shared": True}
+    for selects in (True, False):
+        scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dtype=torch.bfloat16, bits=2, **sizes)
+        run_records(COMPILED.values[0], scene, token_threshold=scene.token_threshold(0.1) if selects else 0.0)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("built_for")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_shows(bad: float) -> None:
     check_what_is_not_finite(COMPILED.values[0], 0, bad)

@@ -99,6 +99,23 @@ def test_decided_heads(path: Path, group: int, group_rule: str, selects: bool) -
 
 
 @EVERY
+@pytest.mark.parametrize("selects", [True, False])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "group", "dtype", "rung"),
+    [(72, 64, 9, torch.float32, 4), (72, 64, 9, torch.bfloat16, 8), (576, 512, 16, torch.bfloat16, 8)],
+)
+def test_values_in_keys(
+    path: Path, dim: int, value_dim: int, group: int, dtype: torch.dtype, rung: int, selects: bool
+) -> None:
+    """As latents are: one key for all heads, whose first channels, decoded, are the value."""
+    sizes = {"kv_heads": 1, "group": group, "dim": dim, "value_dim": value_dim, "shared": True}
+    scene = RecordScene(bulk=BULK, dtype=dtype, bits=1.5, rung=rung, **sizes)
+    decision = {"criterion": "gaussian", "threshold": scene.threshold()}
+    selected = run(path, scene, token_threshold=scene.token_threshold(0.1) if selects else 0, **decision)
+    assert not selects or 0.02 < share(selected) < 0.8
+
+
+@EVERY
 @pytest.mark.parametrize("group", [1, 4])
 def test_a_sketch_that_is_too_rough(path: Path, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some heads, which read their records whole."""

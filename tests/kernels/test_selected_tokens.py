@@ -10,6 +10,7 @@ import pytest
 import torch
 from decode_scene import Scene, step_of
 from quick_cases import mark_rest_slow
+from record_scene import RecordScene
 from sketch_reference import BITS
 from small_sketch import small_sketch
 from test_triton import COMPILED, GPU, KERNEL, REFERENCE, Path
@@ -114,14 +115,17 @@ def test_values_in_keys(path: Path, dtype: torch.dtype) -> None:
 
 
 @COMPILED_ONLY
-def test_more_heads_than_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Scene, RecordScene])
+def test_more_heads_than_a_kernel_takes(kind: type[Scene], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are parts, each of which decides and selects as if it were alone; what several read counts once."""
-    scene = Scene(bulk=[(257, 5)], short=(), kv_heads=1, group=20, dim=72, value_dim=64, shared=True, bits=2)
+    scene = kind(bulk=[(257, 5)], short=(), kv_heads=1, group=20, dim=72, value_dim=64, shared=True, bits=2)
     theta = scene.token_threshold(0.1)
     told = scene.arguments("cpu") | scene.decision_arguments(threshold=scene.threshold())
+    told |= scene.record_arguments("cpu") if isinstance(scene, RecordScene) else {}
     query, rows, layer = step_of(**told | scene.sketch_arguments("cpu", theta))
     monkeypatch.setattr(cpu, "MIN_TOKENS", 200)
-    assert choose_kernel(query.states, layer.bulk_keys, layer.bulk_values, "gaussian", "auto") is fused_parts
+    call = query.states, layer.bulk_keys, layer.bulk_values, "gaussian", "auto"
+    assert choose_kernel(*call, records=layer.records) is fused_parts
     found, flags = fused_parts(query, rows, layer)
     read = torch.zeros(257, dtype=torch.bool)
     for part in (slice(0, 10), slice(10, 20)):
@@ -132,7 +136,7 @@ def test_more_heads_than_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(found[:, part], wanted, atol=1e-5, rtol=1e-5)
         assert torch.equal(flags[:, :, part], decided)
         read |= (scene.log_shares(0, 0)[part] >= math.log(theta))[decided[0, 0, :, 0]].any(dim=0)
-    assert layer.bulk_read_bytes == read.sum() * 72 * 4
+    assert layer.bulk_read_bytes == read.sum() * (layer.records.layout.size if layer.records else 72 * 4)
     assert layer.sketch_read_bytes == scene.sketch_read_bytes({(0, 0): read})
     assert 0.02 < read.float().mean() < 0.9
 

@@ -193,13 +193,13 @@ struct Records {
 
 // Attention over records of one head, of its flagged queries: the first of `QUERIES`, in their order.
 struct RecordAttention : Attention {
-    const Estimates& found;
+    const Estimates found;
     const RecordPlaces records;
-
+    const int* asking;  // which of the head's each is
     Records all;
 
-    RecordAttention(const Estimates& found, const RecordPlaces& records, const Turned& queries)
-        : found(found), records(records), all{queries, {}, {}, {}, {}} {}
+    RecordAttention(const Estimates& found, const RecordPlaces& records, const Turned& queries, const int* asking)
+        : found(found), records(records), asking(asking), all{queries, {}, {}, {}, {}} {}
 
     const Rounded& segment(int64_t token) const {
         return found.segments[std::min(token / found.segment_tokens, found.segment_count - 1)];
@@ -258,13 +258,14 @@ struct RecordAttention : Attention {
         return start + count;
     }
 
-    // As `Attention::finish`, of query `q` for the `asking[q]`-th of the head; nothing of those that do not ask.
-    void finish(const int* asking, int count, float* out, float* lse) const {
+    // As `Attention::finish`; nothing of queries that do not ask.
+    void finish(float* out, float* lse) const {
         Slots turned[VALUE_DIM] = {};
         for (int d = 0; d < VALUE_DIM; d++)
-            for (int q = 0; q < count; q++) turned[d][q] = total[q] == 0 ? 0 : sums[q][d / WIDTH][d % WIDTH] / total[q];
+            for (int q = 0; q < found.count; q++)
+                turned[d][q] = total[q] == 0 ? 0 : sums[q][d / WIDTH][d % WIDTH] / total[q];
         rotate<VALUE_BLOCK>(turned, VALUE_DIM, 1 / sqrtf(VALUE_BLOCK));
-        for (int q = 0; q < count; q++) {
+        for (int q = 0; q < found.count; q++) {
             lse[asking[q]] = log_mass(q);
             for (int d = 0; d < VALUE_DIM; d++) out[asking[q] * VALUE_DIM + d] = turned[d][q];
         }

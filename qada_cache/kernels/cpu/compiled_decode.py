@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ...sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, selection
-from ...sketch.coded import Records
+from ...sketch.coded import RecordLayout, Records
 from .. import cpu
 from ..border import OperandError, check_tensor, describe
 from ..operands import Operands, Query, Rows, check, is_shared
 from ..turn import attend_to_turn
+from . import latent
 from .addresses import CPU, View, find_view, view
 from .building import check_size
 
@@ -73,10 +74,19 @@ def supports(
     shared, beside = is_shared(bulk_keys, bulk_values), records.tensor.shape[2] if records else 0
     return (
         criterion != "oracle"  # which needs every score
-        and cpu.supports_sizes(query.dtype, *sizes)
+        and supports_sizes(query.dtype, *sizes, records.layout if records else None, shared=shared)
         and cpu.supports(grouped_queries, bulk_keys, bulk_keys if shared else bulk_values, beside)
-        and not (shared and records)
         and _build(query.dtype, *sizes, records, shared) is not None
+    )
+
+
+def supports_sizes(
+    dtype: torch.dtype, dim: int, value_dim: int, group: int, records: RecordLayout | None, *, shared: bool
+) -> bool:
+    """Whether there is a kernel for steps of such sizes, but for the build. Records of latents are decoded."""
+    decodes = shared and records is not None
+    return cpu.supports_sizes(dtype, dim, value_dim, group) and (
+        not decodes or latent.serves_sizes(dtype, dim, value_dim)
     )
 
 

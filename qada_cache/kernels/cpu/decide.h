@@ -208,7 +208,7 @@ struct Selecting {
     bool ask(const Decode& call, int64_t row, int64_t head, const float* lse) {
         Slots queries[DIM] = {};
         const bool selects = take_queries(call, row, head, queries) && call.selects;
-        if (selects || CODED) round_queries(call, row, head, queries);
+        if (selects || SCORED) round_queries(call, row, head, queries);
         if (!selects) return false;
         find_slopes(call, row, head, queries);
         int64_t first = (row * call.kv_heads + head) * QUERIES;
@@ -296,7 +296,7 @@ struct Selecting {
                            call.errors};
         for (int64_t s = 0; s < segment_count; s += TOGETHER)
             own.round(queries, s, call.words, call.scaling, segments.get());
-        if (CODED) turned.turn(queries, call.record_weights.at(row, head), call.scaling);
+        if (SCORED) turned.turn(queries, call.record_weights.at(row, head), call.scaling);
     }
 };
 

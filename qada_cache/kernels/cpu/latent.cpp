@@ -2,6 +2,7 @@
 // file for channels and dtypes as it meets them.
 
 #if KEY_BITS > 0
+#include "coding.h"
 #include "latent_records.h"
 #else
 #include "latent.h"
@@ -23,8 +24,8 @@ struct Call {
 // Tiles of latents as the model made them.
 struct Stored {
 #if PAIRS
-    using Found = Tile<WORDS, 1, RANK, 1>;
-    alignas(CACHE_LINE) Word values[TOKEN_WORDS][RANK];  // neighbouring tokens
+    using Found = Tile<WORDS, 1, SUMMED_CHANNELS, 1>;
+    alignas(CACHE_LINE) Word values[TOKEN_WORDS][SUMMED_CHANNELS];  // neighbouring tokens
 #elif defined(FLOAT32)
     using Found = Tile<DIM, 1, DIM, 1>;
 #else
@@ -43,7 +44,7 @@ struct Stored {
         }
 #if PAIRS
         for (int t = 0; t < TILE; t += 2)
-            for (int d = 0; d < RANK; d++)
+            for (int d = 0; d < SUMMED_CHANNELS; d++)
                 values[t / 2][d] = latents[t * DIM + d] | (uint32_t)latents[(t + 1) * DIM + d] << 16;
         return {(const Word*)latents, values[0], next};
 #elif defined(FLOAT32)
@@ -96,6 +97,18 @@ void attend(const Call& call, Load load) {
     }
 }
 
+#if KEY_BITS > 0
+Decoding decoding_of(const Coding& call, int64_t row) {
+    return {
+        call.codes.at(row),   call.room,
+        call.scales.at(row),  call.units.at(row),
+        call.centres.at(row), call.weights.at(row),
+        call.order.at(row),   call.record_weights.at(row),
+        call.segment_tokens,  call.segments,
+        call.words,           {call.records.at(row), call.records.at(row) + call.tokens * RECORD_SIZE, call.tokens}};
+}
+#endif
+
 }  // namespace
 
 // What latent.py says of the size of the arguments is compared with this before they are read.
@@ -117,7 +130,7 @@ extern "C" int64_t coding_size() { return sizeof(Coding); }
 // Likewise, over the first tokens of a bulk in records.
 extern "C" int recorded_latent_attention(const Call* call, const Coding* coding) try {
     attend<Recorded>(*call, [&](Recorded& room, int64_t row, int64_t first, int count) {
-        return room.load(*coding, row, first, count);
+        return room.load(decoding_of(*coding, row), ContiguousPlaces{}, first, count);
     });
     return 0;
 } catch (...) {

@@ -1,5 +1,5 @@
-// Latent attention of many queries over few tokens at a time: all queries share one key, whose first RANK channels are
-// the value.
+// Latent attention of many queries over few tokens at a time: all queries share one key, whose first channels are
+// the value (`SHARED`).
 //
 // A vector has one number of each of LANES queries, which meet a tile's numbers one by one: these are read from where
 // they lie, in whatever order, and nothing is transposed. Two products are made of a tile while it lies in the second
@@ -16,6 +16,8 @@ namespace {
 constexpr int LANES = TOKENS;  // queries of a vector
 constexpr int TILE = 64;       // tokens
 constexpr int SUMS = REGISTERS / 3 * 2;  // vectors that are summed at once
+// Channels of the value, and how many are summed.
+constexpr int RANK = VALUE_DIM, SUMMED_CHANNELS = (RANK + SUMS - 1) / SUMS * SUMS;
 constexpr int SUMMED = 96;     // products of a sum before it is added to others: long sums lose more to rounding
 
 #if defined(BFLOAT16) && defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -38,7 +40,7 @@ INLINED Singles added(Singles sum, Word word, Numbers lanes) { return sum + word
 #endif
 constexpr int IN_WORD = PAIRS ? 2 : 1;
 constexpr int WORDS = DIM / IN_WORD, TOKEN_WORDS = TILE / IN_WORD;
-static_assert(RANK <= DIM && DIM % IN_WORD == 0 && RANK % SUMS == 0 && TILE % SUMS == 0);
+static_assert(SUMMED_CHANNELS <= DIM && DIM % IN_WORD == 0 && TILE % SUMS == 0);
 
 template <typename Lanes>
 INLINED void store(void* to, Lanes lanes) {
@@ -49,7 +51,7 @@ INLINED void store(void* to, Lanes lanes) {
 // times weights.
 struct alignas(CACHE_LINE) Block {
     Word words[WORDS][LANES];
-    float sums[RANK][LANES];
+    float sums[SUMMED_CHANNELS][LANES];
     float peak[LANES], total[LANES];
 
     // `count` queries [*, DIM], and nothing where there are fewer.
@@ -94,13 +96,13 @@ struct Tile {
 
 constexpr int TILE_BYTES = TILE * DIM * (int)sizeof(Element);
 
-// Scores of `ACROSS` blocks.
+// Scores of `ACROSS` blocks over the first `count` tokens.
 template <int ACROSS, int TOKEN, int CHANNEL, int SUM_TOKEN, int SUM_CHANNEL>
-INLINED void score(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, const Block* blocks,
+INLINED void score(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, int count, const Block* blocks,
                    float (*scores)[ACROSS][LANES]) {
     constexpr int DOWN = SUMS / ACROSS, BYTES = TILE_BYTES / TILE * DOWN;
     for (int first = 0; first < WORDS; first += SUMMED) {
-        for (int t = 0; t < TILE; t += DOWN) {
+        for (int t = 0; t < count; t += DOWN) {
             Singles sums[DOWN][ACROSS] = {};
             for (int w = first; w < std::min(first + SUMMED, WORDS); w++) {
                 if (tile.next && w * CACHE_LINE < BYTES)
@@ -126,8 +128,7 @@ INLINED void score(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, con
     }
 }
 
-// Scores of a block become weights, as words of tokens; those of tokens behind `count` are 0. Returns what the sums so
-// far are to be multiplied by.
+// Scores of a block become weights, as words of `count` tokens. Returns what the sums so far are to be multiplied by.
 template <int ACROSS>
 INLINED Singles weigh(Block& block, int a, float scaling, int count, float (*scores)[ACROSS][LANES],
                       Word (*weights)[ACROSS][LANES]) {
@@ -151,8 +152,8 @@ INLINED Singles weigh(Block& block, int a, float scaling, int count, float (*sco
             mass[q] += own[q];
         }
     }
-    for (int t = count; t < TILE; t++) store(scores[t][a], Singles{});
-    for (int t = 0; t < TILE; t += IN_WORD) {
+    if (count < TILE) store(scores[count][a], Singles{});  // what a word has beside the last token
+    for (int t = 0; t < count; t += IN_WORD) {
 #if PAIRS
         store(weights[t / IN_WORD][a], paired(loaded<Singles>(scores[t][a]), loaded<Singles>(scores[t + 1][a])));
 #else
@@ -165,14 +166,15 @@ INLINED Singles weigh(Block& block, int a, float scaling, int count, float (*sco
     return shrunk;
 }
 
-// Adds a tile's channels times weights to the sums of `ACROSS` blocks, which are multiplied by `kept` first.
+// Adds channels of a tile's first `count` tokens times weights to the sums of `ACROSS` blocks, which are multiplied by
+// `kept` first. If they are odd in number, what is beside the last one in a word is finite.
 template <int ACROSS, int TOKEN, int CHANNEL, int SUM_TOKEN, int SUM_CHANNEL>
-INLINED void add(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, const Word (*weights)[ACROSS][LANES],
-                 const Singles* kept, Block* blocks) {
+INLINED void add(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, int count,
+                 const Word (*weights)[ACROSS][LANES], const Singles* kept, Block* blocks) {
     constexpr int DOWN = SUMS / ACROSS;
-    for (int d = 0; d < RANK; d += DOWN) {
+    for (int d = 0; d < SUMMED_CHANNELS; d += DOWN) {
         Singles sums[DOWN][ACROSS] = {};
-        for (int t = 0; t < TOKEN_WORDS; t++) {
+        for (int t = 0; t * IN_WORD < count; t++) {
             Numbers each[ACROSS];
 #pragma GCC unroll 2
             for (int a = 0; a < ACROSS; a++) each[a] = loaded<Numbers>(weights[t][a]);
@@ -199,9 +201,9 @@ void meet(const AnyTile& tile, int count, float scaling, Block* blocks) {
     alignas(CACHE_LINE) float scores[TILE][ACROSS][LANES];
     alignas(CACHE_LINE) Word weights[TOKEN_WORDS][ACROSS][LANES];
     Singles kept[ACROSS];
-    score<ACROSS>(tile, blocks, scores);
+    score<ACROSS>(tile, count, blocks, scores);
     for (int a = 0; a < ACROSS; a++) kept[a] = weigh<ACROSS>(blocks[a], a, scaling, count, scores, weights);
-    add<ACROSS>(tile, weights, kept, blocks);
+    add<ACROSS>(tile, count, weights, kept, blocks);
 }
 
 // So do all `blocks`.

@@ -19,6 +19,7 @@ from .building import build_library, check_memory, check_size
 from .recording import Coding, describe_records
 
 SOURCE = Path(__file__).with_name("latent.cpp")
+SUMMED = 16  # channels that are summed at once, at most
 
 
 class Call(ctypes.Structure):
@@ -43,8 +44,8 @@ def serves_latents(query: Tensor, latents: Tensor, rank: int, tokens: int) -> bo
 
 
 def serves_sizes(dtype: torch.dtype, dim: int, rank: int) -> bool:
-    """Whether there is a kernel for latents of `rank` channels and keys of `dim`."""
-    return dtype in ELEMENTS and rank % 16 == 0 and dim % 8 == 0
+    """Whether there is a kernel for latents of `rank` channels and keys of `dim`, some of which it may sum as well."""
+    return dtype in ELEMENTS and rank % 8 == dim % 8 == 0 and -(-rank // SUMMED) * SUMMED <= dim
 
 
 def attend_latents(
@@ -109,7 +110,7 @@ def _make_call(query: Tensor, rank: int, tokens: int, scaling: float) -> tuple[C
 
 def define_latent(dtype: torch.dtype, dim: int, rank: int, layout: RecordLayout | None) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
-    return *define(ELEMENTS[dtype], dim, 0, 1, layout), f"-DRANK={rank}"
+    return define(ELEMENTS[dtype], dim, rank, 1, layout, shared=True)
 
 
 @functools.cache

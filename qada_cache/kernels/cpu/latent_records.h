@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "coding.h"
+#include "coded.h"
 #include "latent.h"
 
 namespace {
@@ -104,34 +104,76 @@ struct Residuals {
     }
 };
 
+// By what a head's tokens are decoded: what `Sketch` (sketch/codec.py) has of it, `m` of its records, and these.
+struct Decoding {
+    const uint32_t* codes;
+    int64_t room;  // tokens between two words
+    const uint8_t* scales;
+    const float* units;
+    const uint16_t *centres, *weights;
+    const Channel* order;
+    const float* record_weights;
+    int64_t segment_tokens, segments;
+    Words words;
+    RecordPlaces records;
+
+    int64_t segment_of(int64_t token) const { return std::min(token / segment_tokens, segments - 1); }
+    // Where the segment of a token ends.
+    int64_t end_of(int64_t token) const {
+        const int64_t segment = segment_of(token);
+        return segment + 1 < segments ? (segment + 1) * segment_tokens : std::numeric_limits<int64_t>::max();
+    }
+};
+
 // How tokens of one segment are decoded, of each channel.
 struct Fit {
-    int64_t row = -1, segment = -1;
-    float centres[DIM], inverse[DIM], inverse_m[DIM];  // of sketch and record, with the factors of rotations
+    const uint16_t* found = nullptr;  // whose weights
+    float unit, centres[DIM], inverse[DIM], inverse_m[DIM];  // of sketch and record, with the factors of rotations
     int32_t places[DIM];  // among the sketch's
 
-    void find(const Coding& call, int64_t of_row, int64_t of_segment) {
-        if (row == of_row && segment == of_segment) return;
-        row = of_row, segment = of_segment;
+    void find(const Decoding& by, int64_t segment) {
         const int64_t from = segment * DIM;
-        const Channel* order = call.order.at(row) + from;
+        const uint16_t* weights = by.weights + from;
+        if (found == weights) return;
+        found = weights;
+        unit = by.units[segment];
+        const Channel* order = by.order + from;
         for (int i = 0; i < DIM; i++) {
             const int channel = order[i];
             places[channel] = i;
-            inverse[channel] = i < call.words.coded() ? (float)HADAMARD / widen(call.weights.at(row)[from + i]) : 0;
+            inverse[channel] = i < by.words.coded() ? (float)HADAMARD / widen(weights[i]) : 0;
         }
         for (int d = 0; d < DIM; d++) {
-            centres[d] = widen(call.centres.at(row)[from + d]);
-            inverse_m[d] = 1 / (sqrtf(KEY_BLOCK) * call.record_weights.at(row)[d]);
+            centres[d] = widen(by.centres[from + d]);
+            inverse_m[d] = 1 / (sqrtf(KEY_BLOCK) * by.record_weights[d]);
         }
     }
 };
+
+// What `count` tokens have of `from`, a number each, and zeros.
+template <typename Lanes, typename Number>
+INLINED Lanes gathered(const Number* from, ContiguousPlaces, int64_t first, int count) {
+    Lanes found = {};
+    if (count == TOKENS) return loaded<Lanes>(from + first);
+    std::memcpy(&found, from + first, count * sizeof *from);
+    return found;
+}
+template <typename Lanes, typename Number>
+INLINED Lanes gathered(const Number* from, IndexedPlaces places, int64_t first, int count) {
+    Lanes found = {};
+    for (int t = 0; t < count; t++) found[t] = from[places[first + t]];
+    return found;
+}
+
+// The token that is wanted a tile after this one.
+INLINED int64_t find_next(ContiguousPlaces, int64_t t) { return t + TILE; }
+INLINED int64_t find_next(IndexedPlaces places, int64_t t) { return places[std::min(t + TILE, places.count - 1)]; }
 
 // Tiles of latents that lie in records.
 struct Recorded {
 #if PAIRS
     using Found = Tile<1, TILE, 1, TOKEN_WORDS>;
-    alignas(CACHE_LINE) Word keys[WORDS][TILE], values[RANK][TOKEN_WORDS];
+    alignas(CACHE_LINE) Word keys[WORDS][TILE], values[SUMMED_CHANNELS][TOKEN_WORDS];
 #else
     using Found = Tile<1, TILE, 1, TILE>;
     alignas(CACHE_LINE) Word keys[WORDS][TILE];
@@ -140,10 +182,12 @@ struct Recorded {
     Residuals residuals;
     Fit fit;
 
-    // `count` tokens of a bulk from `first` on, which is a multiple of `TILE` as segments are.
-    Found load(const Coding& call, int64_t row, int64_t first, int count) {
-        for (int start = 0; start < TILE; start += TOKENS)
-            decode(call, row, first + start, std::clamp(count - start, 0, TOKENS), start);
+    // `count` tokens of one segment, which lie at `places` from number `first` on.
+    template <typename Places>
+    Found load(const Decoding& by, Places places, int64_t first, int count) {
+        fit.find(by, by.segment_of(places[first]));
+        for (int start = 0; start < count; start += TOKENS)
+            decode(by, places, first + start, std::min(count - start, TOKENS), start);
 #if PAIRS
         return {keys[0], (const Word*)values, nullptr};
 #else
@@ -151,33 +195,33 @@ struct Recorded {
 #endif
     }
 
-    // `count` tokens from `token` on, or zeros, as the tile's from `start` on.
-    void decode(const Coding& call, int64_t row, int64_t token, int count, int start) {
-        if (count > 0) fit.find(call, row, std::min(token / call.segment_tokens, call.segments - 1));
+    // Up to `TOKENS` of them, as the tile's from `start` on; behind these are centres.
+    template <typename Places>
+    INLINED void decode(const Decoding& by, Places places, int64_t first, int count, int start) {
         alignas(CACHE_LINE) float scales[TOKENS] = {};
         for (int t = 0; t < count; t++) {
-            const uint8_t* record = call.records.at(row) + (token + t) * RECORD_SIZE;
-            for (int byte = 0; byte < RECORD_SIZE; byte += CACHE_LINE)
-                __builtin_prefetch(record + TILE * RECORD_SIZE + byte, 0, TO_L2);
+            const uint8_t* record = by.records.of(places[first + t]);
+            const uint8_t* next = by.records.of(find_next(places, first + t));
+            for (int byte = 0; byte < RECORD_SIZE; byte += CACHE_LINE) __builtin_prefetch(next + byte, 0, TO_L2);
             scales[t] = widen(loaded<uint16_t>(record));
             expand<KEY_BITS, DIM>(record + KEYS_FROM, residuals.rows[t]);
         }
         residuals.transpose();
-        unpack(call, row, token, count);
+        unpack(by, places, first, count);
         const Singles scale = loaded<Singles>(scales);
-        for (int first = 0; first < DIM; first += KEY_BLOCK) {
+        for (int block = 0; block < DIM; block += KEY_BLOCK) {
             Residuals::Wholes turned[KEY_BLOCK];
-            residuals.turn(first, turned);
+            residuals.turn(block, turned);
             const auto find = [&](int d) {
-                const Singles rest = scale * __builtin_convertvector(turned[d - first], Singles);
+                const Singles rest = scale * __builtin_convertvector(turned[d - block], Singles);
                 return told[fit.places[d]] * fit.inverse[d] + fit.centres[d] + rest * fit.inverse_m[d];
             };
 #pragma GCC unroll 8
-            for (int d = first; d < first + KEY_BLOCK; d += IN_WORD) {
+            for (int d = block; d < block + KEY_BLOCK; d += IN_WORD) {
 #if PAIRS
                 const Singles one = find(d), other = find(d + 1);
                 store(keys[d / 2] + start, paired(one, other));
-                if (d < RANK) {
+                if (d < SUMMED_CHANNELS) {
                     store(values[d] + start / 2, narrow(one));
                     store(values[d + 1] + start / 2, narrow(other));
                 }
@@ -189,35 +233,31 @@ struct Recorded {
     }
 
     // What the sketch says, but for the factors of `Fit`.
-    INLINED void unpack(const Coding& call, int64_t row, int64_t token, int count) {
-        Octets scales = {};
-        std::memcpy(&scales, call.scales.at(row) + token, count);
-        const Singles scale = widen(scales) * (count ? call.units.at(row)[fit.segment] : 0);
-        const uint32_t* codes = call.codes.at(row) + token;
+    template <typename Places>
+    INLINED void unpack(const Decoding& by, Places places, int64_t first, int count) {
+        const Singles scale = widen(gathered<Octets>(by.scales, places, first, count)) * fit.unit;
+        const uint32_t* codes = by.codes;
         Singles* next = told;
-        unpack_words<4>(call.words.of_four, call.room, count, scale, codes, next);
-        unpack_words<2>(call.words.of_two, call.room, count, scale, codes, next);
-        unpack_words<1>(call.words.of_one, call.room, count, scale, codes, next);
+        for (int word = 0; word < by.words.of_four; word++, codes += by.room)
+            unpack_word<4>(gathered<Integers>(codes, places, first, count), scale, next);
+        for (int word = 0; word < by.words.of_two; word++, codes += by.room)
+            unpack_word<2>(gathered<Integers>(codes, places, first, count), scale, next);
+        for (int word = 0; word < by.words.of_one; word++, codes += by.room)
+            unpack_word<1>(gathered<Integers>(codes, places, first, count), scale, next);
     }
 
     template <int BITS>
-    static INLINED void unpack_words(int words, int64_t room, int count, Singles scale, const uint32_t*& codes,
-                                     Singles*& next) {
+    static INLINED void unpack_word(Integers packed, Singles scale, Singles*& next) {
         constexpr int MOST = (1 << BITS) - 1;
-        for (int word = 0; word < words; word++, codes += room) {
-            Integers packed = {};
-            if (count == TOKENS) packed = loaded<Integers>(codes);
-            else std::memcpy(&packed, codes, count * sizeof *codes);
 #pragma GCC unroll 4
-            for (int first = 0; first < WORD_BITS / BITS; first += 8, next += 8) {
-                Integers block[8];
+        for (int first = 0; first < WORD_BITS / BITS; first += 8, next += 8) {
+            Integers block[8];
 #pragma GCC unroll 8
-                for (int i = 0; i < 8; i++) block[i] = packed >> (i % 4 * 8 + (first + i) / 4 * BITS) & MOST;
-                add_and_subtract<8>(block);
-                block[0] -= 4 * MOST;
+            for (int i = 0; i < 8; i++) block[i] = packed >> (i % 4 * 8 + (first + i) / 4 * BITS) & MOST;
+            add_and_subtract<8>(block);
+            block[0] -= 4 * MOST;
 #pragma GCC unroll 8
-                for (int i = 0; i < 8; i++) next[i] = scale * __builtin_convertvector(2 * block[i], Singles);
-            }
+            for (int i = 0; i < 8; i++) next[i] = scale * __builtin_convertvector(2 * block[i], Singles);
         }
     }
 };

@@ -50,6 +50,7 @@ inline void rotate(Lanes* values, int count, float unit) {
 }
 
 constexpr bool CODED = KEY_BITS > 0;  // whether tokens with a sketch lie in records (coded.h)
+constexpr bool SCORED = CODED && !SHARED;  // whether queries meet records' codes; else these are decoded
 constexpr float FINER = 2 * LEVELS;   // a rounded query's step over that of what rounding leaves
 
 // The sum with 1.5 * 2^23 has no room for fractions: it rounds half to even.
@@ -63,7 +64,7 @@ inline Whole nearest(Numbers numbers) {
 // byte's precision: the same with `lows`, what rounding leaves, `FINER` times as fine, and without the spread.
 struct Rounded {
     int32_t fours[DIM / 4][SLOTS];  // of four channels the rounded values, a byte each
-    int32_t lows[CODED ? DIM / 4 : 1][SLOTS];
+    int32_t lows[SCORED ? DIM / 4 : 1][SLOTS];
     float middle[SLOTS], step[SLOTS], offset[SLOTS], spread[SLOTS], low_offset[SLOTS];
 };
 
@@ -113,7 +114,7 @@ struct Segments {
                 const WideIntegers whole = nearest<WideIntegers>(exact);
                 sum += whole * level;
                 packed |= (whole & 0xff) << (8 * i);
-                if (!CODED) continue;
+                if (!SCORED) continue;
                 const Wide rest = exact - __builtin_convertvector(whole, Wide);
                 const WideIntegers low = nearest<WideIntegers>(rest * FINER);
                 low_sum += low * level;
@@ -121,7 +122,7 @@ struct Segments {
             }
             for (int j = 0; j < here; j++) {
                 put(rounded[first + j].fours[d / 4], slots_of((Wide)packed, j));
-                if (CODED) put(rounded[first + j].lows[d / 4], slots_of((Wide)low_packed, j));
+                if (SCORED) put(rounded[first + j].lows[d / 4], slots_of((Wide)low_packed, j));
             }
         }
         const Wide total = __builtin_convertvector(sum, Wide), low_total = __builtin_convertvector(low_sum, Wide);

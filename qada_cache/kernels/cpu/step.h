@@ -4,7 +4,7 @@
 
 #include <atomic>
 
-#include "decide.h"
+#include "recorded.h"
 
 namespace {
 
@@ -206,12 +206,10 @@ struct Share {
         float *out = &parts[job.part * SIZE], *lse = &part_lse[job.part * QUERIES];
         const int32_t* listed = job.scan ? &job.scan->tokens[job.start] : nullptr;
         if (job.recorded) {
-            const Selecting& own = selecting[job.head];
-            const Estimates codes = own.estimates(call, row, kv_head);
-            RecordAttention bulk(codes, call.record_places(row, kv_head), own.turned);
+            auto bulk = attend_to_records(call, selecting[job.head], row, kv_head);
             if (listed) bulk.add_listed(listed, count);
             else bulk.add_spans(job.start, job.stop);
-            bulk.finish(own.asking, own.count, out, lse);
+            bulk.finish(out, lse);
             return;
         }
         const int64_t recorded = call.recorded(row), first = job.start - recorded;
