@@ -84,7 +84,7 @@ def test_on_a_gpu() -> None:
     told, host = " ".join(README.split()), find("host, 8 bits", "131072")
     assert f"in {here} ms a token where an ideal dense cache takes {dense}, and in {host} with the bulk in host" in told
     here, dense = (find(cache, "32768") for cache in ("device, 16 bits", "ideal dense"))
-    assert f"at 32,768 in {here} for {dense}." in told
+    assert f"At 32,768 it takes {here}, the ideal dense cache {dense}." in told
     section = DOCUMENTS["docs/speed.md"].split("## On a GPU")[1]
     shown = re.findall(r"^\|[^|]+\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d. +]+) \|$", section, re.MULTILINE)
     kernels = "local_us", "estimate_us", "selected_us"
