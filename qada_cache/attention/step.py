@@ -49,7 +49,8 @@ def follow(
     if store is None or plan is None or plan.call is None or layer.index == lead.layer or layer.incoming is not key:
         return None
     names, watched, scaling = plan.call
-    alike = mask is lead.mask and layer.padding is lead.padding and query.shape == plan.queries
+    alike = mask is lead.mask and layer.padding is lead.padding
+    alike = alike and query.shape == plan.queries and query.device == lead.rows.device
     alike = alike and (store.end + 1, store.flushed) == (lead.end, lead.flushed) and store.has_room
     alike = alike and [length + 1 for length in store.lengths] == lead.lengths
     alike = alike and kwargs.keys() == names and all(kwargs[name] is None for name in watched)

@@ -1,6 +1,7 @@
 """Layers that follow the first layer of a pass compute, store and count what they would by themselves."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,19 @@ def test_a_layer_that_is_told_something_else(
     if "s_aux" in told:  # which "sdpa" does not cap
         other, untold, _ = make()
         assert not out.equal(decode(other, untold, ids[:, :1]))
+
+
+@torch.inference_mode()
+def test_layers_on_another_device_find_their_own_rows(followed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, ids = make()
+
+    def follow(lead: Any, *given: Any) -> Any:
+        there = SimpleNamespace(device=torch.device("meta"))
+        return step.follow(lead._replace(rows=there), *given)
+
+    monkeypatch.setattr(call, "follow", follow)
+    expected = decode(model, cache.fork(), ids[:, :1])
+    assert decode(model, cache, ids[:, :1]).equal(expected)
 
 
 @torch.inference_mode()
