@@ -13,9 +13,9 @@ from qada_cache.kernels.cpu import addresses, compiled_decode, latent, prompt, q
 FOLDER = Path(prompt.__file__).parent
 KINDS = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float, "double": ctypes.c_double}
 MIRRORS = {
-    ("decide.h", "View"): addresses.View,
+    ("elements.h", "View"): addresses.View,
     ("decide.h", "Rows"): compiled_decode.RowViews,
-    ("decide.h", "Moments"): compiled_decode.MomentViews,
+    ("moments.h", "Moments"): compiled_decode.MomentViews,
     ("decide.h", "Decode"): compiled_decode.Decode,
     ("prompt.cpp", "Call"): prompt.Call,
     ("selected_prompt.cpp", "Call"): selected_prompt.Call,

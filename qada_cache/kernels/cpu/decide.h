@@ -10,26 +10,12 @@ namespace {
 
 enum GroupRule { HEAD, ANY };
 
-// Where rows and heads of a tensor lie: so many elements apart, 0 where they share what is there, as the tokens of one
-// row's call do, each of which is a row.
-template <typename T>
-struct View {
-    T* data;
-    int64_t row_stride, head_stride;
-    T* at(int64_t row, int64_t head = 0) const { return data + row * row_stride + head * head_stride; }
-};
-
 // `Rows`, `Query` and `Operands` of operands.py, which say what shapes these have; compiled_decode.py has the same
 // fields.
 struct Rows {
     View<const uint8_t> local, pending, decided;
     View<const int64_t> bulk_lengths;
     int64_t columns;
-};
-
-// One prompt's, by which the bulk's attention is estimated: of each KV head, and the logarithm of each row's tokens.
-struct Moments {
-    View<const float> mean, covariance, log_tokens;
 };
 
 struct Decode {
@@ -104,17 +90,10 @@ struct Decode {
             std::copy_n(log_bulk.at(row, head), QUERIES, found);
             return;
         }
-        alignas(CACHE_LINE) float queries[QUERIES][DIM], estimates[QUERIES];
-        const Element* own = query + (row * kv_heads + head) * QUERIES * DIM;
-        for (int q = 0; q < QUERIES; q++)
-            for (int d = 0; d < DIM; d++) queries[q][d] = widen(own[q * DIM + d]);
         std::fill_n(found, QUERIES, NAN);
-        for (const Moments& told : moments) {
-            if (!told.mean.data) continue;
-            estimate_log_bulk(queries, told.mean.at(row, head), told.covariance.at(row, head), *told.log_tokens.at(row),
-                              scaling, estimates);
-            for (int q = 0; q < QUERIES; q++) found[q] = fmaxf(found[q], estimates[q]);
-        }
+        for (const Moments& told : moments)
+            if (told.mean.data)
+                told.estimate(query + (row * kv_heads + head) * QUERIES * DIM, row, head, scaling, found);
     }
 
     // Adds a head's learned sinks to its local attention.

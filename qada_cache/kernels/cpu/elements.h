@@ -42,6 +42,15 @@ using Element = _Float16;
 using Element = float;
 #endif
 
+// Where rows and heads of a tensor lie: so many elements apart, 0 where they share what is there, as the tokens of one
+// row's call do, each of which is a row.
+template <typename T>
+struct View {
+    T* data;
+    int64_t row_stride, head_stride;
+    T* at(int64_t row, int64_t head = 0) const { return data + row * row_stride + head * head_stride; }
+};
+
 constexpr int VALUE_STRIDE = SHARED ? DIM : VALUE_DIM;  // elements from one token's value to the next one's
 
 using Channel = std::conditional_t<DIM <= 256, uint8_t, int16_t>;  // of codec.py's `choose_order_dtype`

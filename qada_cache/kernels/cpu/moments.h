@@ -6,26 +6,35 @@
 
 namespace {
 
-// `log T + scaling q . (mean + scaling / 2 q covariance)` of each query of a KV head, equation 7.
-inline void estimate_log_bulk(const float (*queries)[DIM], const float* mean, const float* covariance, float log_tokens,
-                              float scaling, float* found) {
-    // Vectors side by side, so that few queries' sums do not wait for each other.
-    constexpr int COLUMNS = 2 * QUERIES <= REGISTERS ? 2 : 1;
-    static_assert(DIM % (COLUMNS * WIDTH) == 0);
-    Floats totals[QUERIES] = {};
-    for (int c = 0; c < DIM; c += COLUMNS * WIDTH) {
-        Floats sums[QUERIES][COLUMNS] = {};
-        for (int d = 0; d < DIM; d++)
-            for (int i = 0; i < COLUMNS; i++) {
-                const Floats part = loaded<Floats>(covariance + d * DIM + c + i * WIDTH);
-                for (int q = 0; q < QUERIES; q++) sums[q][i] += queries[q][d] * part;
-            }
+// One prompt's: mean [DIM] and covariance [DIM][DIM] of each KV head, and the logarithm of each row's bulk tokens.
+struct Moments {
+    View<const float> mean, covariance, log_tokens;
+
+    // `found` is raised to `log T + scaling q . (mean + scaling / 2 q covariance)`, equation 7, of each query of a KV
+    // head [QUERIES, DIM]. A number comes before a nan.
+    void estimate(const Element* query, int64_t row, int64_t head, float scaling, float* found) const {
+        // Vectors side by side, so that few queries' sums do not wait for each other.
+        constexpr int COLUMNS = 2 * QUERIES <= REGISTERS ? 2 : 1;
+        static_assert(DIM % (COLUMNS * WIDTH) == 0);
+        alignas(CACHE_LINE) float queries[QUERIES][DIM];
         for (int q = 0; q < QUERIES; q++)
-            for (int i = 0; i < COLUMNS; i++)
-                totals[q] += (loaded<Floats>(mean + c + i * WIDTH) + 0.5f * scaling * sums[q][i]) *
-                             loaded<Floats>(&queries[q][c + i * WIDTH]);
+            for (int d = 0; d < DIM; d++) queries[q][d] = widen(query[q * DIM + d]);
+        const float *means = mean.at(row, head), *rows = covariance.at(row, head);
+        Floats totals[QUERIES] = {};
+        for (int c = 0; c < DIM; c += COLUMNS * WIDTH) {
+            Floats sums[QUERIES][COLUMNS] = {};
+            for (int d = 0; d < DIM; d++)
+                for (int i = 0; i < COLUMNS; i++) {
+                    const Floats part = loaded<Floats>(rows + d * DIM + c + i * WIDTH);
+                    for (int q = 0; q < QUERIES; q++) sums[q][i] += queries[q][d] * part;
+                }
+            for (int q = 0; q < QUERIES; q++)
+                for (int i = 0; i < COLUMNS; i++)
+                    totals[q] += (loaded<Floats>(means + c + i * WIDTH) + 0.5f * scaling * sums[q][i]) *
+                                 loaded<Floats>(&queries[q][c + i * WIDTH]);
+        }
+        for (int q = 0; q < QUERIES; q++) found[q] = fmaxf(found[q], *log_tokens.at(row) + scaling * sum_of(totals[q]));
     }
-    for (int q = 0; q < QUERIES; q++) found[q] = log_tokens + scaling * sum_of(totals[q]);
-}
+};
 
 }  // namespace
