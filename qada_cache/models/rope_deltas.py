@@ -22,8 +22,8 @@ class RopeDeltas:
         self.held: Tensor | None = None  # int64 `[rows, 1]`, as the model had it; None: the text has no images
 
     def note(self, tokens: int, before: int) -> None:
-        """So many tokens come behind those `before`, and the model has found their positions. A decoded one is no image,
-        and the last text that the model began may be another thread's by then."""
+        """So many tokens come behind those `before`, and the model has found their positions. A decoded one is no
+        image, and the last text that the model began may be another thread's by then."""
         if (tokens > 1 or not before) and (keeper := self._find_keeper()) is not None:
             self.held = keeper.rope_deltas
 
