@@ -138,6 +138,15 @@ def test_passes_without_generate(store: PrefixStore, model_type: str) -> None:
     assert another(store).cache(model, text, **options).get_seq_length() == 400 - 64
 
 
+def test_llama4_that_reads_images(store: PrefixStore) -> None:
+    """What transformers calls its decoder has a head, which passes that are cut leave out."""
+    config = families.make_tiny_config(transformers.Llama4Config)
+    model = transformers.Llama4ForConditionalGeneration._from_config(config).eval()
+    store.cache(model, DOCUMENT, **EXACT)
+    assert hasattr(type(model.language_model.model), "_qada_own")
+    assert not hasattr(type(model.language_model), "_qada_own")
+
+
 def test_batches_are_read_whole(store: PrefixStore) -> None:
     model = tiny("gemma3")
     answer(store, model, DOCUMENT)
