@@ -177,6 +177,7 @@ class QAdACache(WatchedCache):
             )
         if layer_idx == 0 or layer_idx in self._shared.model.layers[:1]:  # layer 0 may have no keys, and so not call
             attention.check_switched_on(self._shared.model.config)
+            self._shared.rope_deltas.note(key_states.shape[2], self._count_tokens())
         self._enter(layer_idx, "keys")
         if not isinstance(layer := self.layers[layer_idx], QAdALayer):  # ours check for themselves
             self._check_rows(layer_idx, len(key_states))

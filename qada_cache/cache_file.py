@@ -13,14 +13,14 @@ from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments
 from .key_moments.defaults import combine_sources
-from .models import find_full_attention_config, find_inputs_device, identity, list_sizes
+from .models import find_full_attention_config, find_inputs_device, identity, list_sizes, rope_deltas
 from .models.asking import UntoldWeightsError
 from .models.sharding import check_unsharded, count_processes
 from .said_once import warn_once
 from .state import DECIDING, LAID_OUT, Shared
 from .state.layer import QAdALayer
 from .state.record import BULK, RECORDS, check_alike, record_layer, restore_layer
-from .state.stock import check_stock
+from .state.stock import check_stock, require_fit
 from .storage import transfers
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,8 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     if options.other_moments is not None:
         tensors |= options.other_moments.to_tensors()
         state["moments"] = options.other_moments.to_header()
+    if shared.rope_deltas.held is not None:
+        tensors[rope_deltas.NAME] = shared.rope_deltas.held
     kept = [record_layer(layer) if isinstance(layer, QAdALayer) else vars(layer) for layer in layers]
     state["layers"] = [encode_record(record, f"layer {index}", tensors) for index, record in enumerate(kept)]
     tensor_file.write(path, KIND, tensors, state)
@@ -118,6 +120,11 @@ def read_cache(
         filled = [layer for layer in cache.layers if isinstance(layer, QAdALayer) and layer.store]
         for layer in filled:
             layer.padding = filled[0].padding  # equal ones: layers share one again, see `Padding`
+        if (deltas := tensors.get(rope_deltas.NAME)) is not None:
+            fits = deltas.dtype == torch.int64 and list(deltas.shape) in ([1, 1], [cache._count_rows(), 1])
+            found = f"{rope_deltas.NAME} {deltas.dtype} {list(deltas.shape)}"
+            require_fit("the cache", fits, found, "int64 [rows, 1]")
+            cache._shared.rope_deltas.held = deltas.to(device)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         said = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} cannot be loaded: {said}") from error

@@ -142,6 +142,7 @@ class WatchedCache(NoTensors, DynamicCache):
                 layer.is_initialized = False
         super().reset()
         self._shared.progress = Progress()
+        self._shared.rope_deltas.held = None
         if (kept := self._shared.snapshots) is not None:
             self._shared.snapshots = Snapshots(kept.every)
 
@@ -234,6 +235,7 @@ class WatchedCache(NoTensors, DynamicCache):
         self._check_whole()
         if rows := self._count_rows():
             index = find_selected_rows(verb, argument, rows)
+            self._shared.rope_deltas.select_rows(index, rows)
             # The one verb of rows that every kind of transformers' layers has.
             there = torch.tensor(index, dtype=torch.long, device="cpu")
             self._change(verb, lambda layer: layer.select_rows(index), lambda layer, _: layer.reorder_cache(there))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
+from ..models import rope_deltas
 from ..said_once import warn_once
 from ..versions import CACHE
 
@@ -76,6 +77,8 @@ def note_asked(cache: Any, length: int) -> None:
     frame = frame and frame.f_back and frame.f_back.f_back  # who called the method of the cache that calls this
     if frame and frame.f_code is _PREFILL and isinstance(model := frame.f_locals.get("self"), PreTrainedModel):
         check_own(cache, model)
+    if frame and length and rope_deltas.NAME in frame.f_code.co_names:  # who asks goes on to read the model's own
+        cache._shared.rope_deltas.put_back()
 
 
 def check_own(cache: Any, model: PreTrainedModel) -> None:
@@ -129,7 +132,7 @@ def find_dropped(decoder: nn.Module, kwargs: dict[str, Any]) -> Any:
 def warn_of_unused(module: nn.Module, tokens: int) -> None:
     """Log, once, that `generate` was given a QAdACache and reads without it, if so. For every call of attention over
     `tokens` keys of other caches, or of none: nearly all of them end at the first line."""
-    if _asked.last is None:
+    if _asked.last is None or getattr(module, "is_cross_attention", False):
         return
     cache, length = _asked.last[0](), _asked.last[1]
     if cache is not None and cache._shared.model.config is not module.config:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..storage.padding import NONE
 from ..versions import CACHE_NAMES
 
-_SEQUENCES = ("input_ids", "inputs_embeds")  # `[rows, tokens, ...]`
+_SEQUENCES = ("input_ids", "inputs_embeds", "per_layer_inputs")  # `[rows, tokens, ...]`
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")  # beside the last hidden state
 
 
@@ -24,7 +25,8 @@ def compute_in_pieces(
     """What `compute(**kwargs)`, the decoder's forward on a cache that holds `held` tokens, returns, by one call for
     each of `sizes`, in tokens; None, with nothing computed, if it is given or asked for more than can be cut."""
     tokens, known = count_new(kwargs), {*_SEQUENCES, *CACHE_NAMES, "attention_mask", "position_ids"}
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    kwargs = kwargs | {"attention_mask": _find_plain(kwargs, held + tokens)}
+    mask, positions = kwargs["attention_mask"], kwargs.get("position_ids")
     asked = any(kwargs.get(name) or getattr(decoder.config, name, False) for name in _RETURNED)
     others = any(isinstance(value, (Tensor, dict, list, tuple)) for name, value in kwargs.items() if name not in known)
     fits = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= tokens)
@@ -51,3 +53,14 @@ def compute_in_pieces(
     # Layers that read another's keys may have been given the last tokens of a piece alone.
     result.last_hidden_state = joined if not kept or joined.shape[1] == tokens else joined[:, -kept:]
     return result
+
+
+def _find_plain(kwargs: dict[str, Any], seen: int) -> Any:
+    """The mask of a pass. Models that read images hand their decoder masks by type of layer: if these hide nothing but
+    later tokens, those that it makes itself, without any, say the same."""
+    mask = kwargs.get("attention_mask")
+    full = mask.get("full_attention") if isinstance(mask, dict) else mask
+    if isinstance(mask, dict) and isinstance(full, Tensor) and full.dim() == 4:
+        _, valid, visible = NONE.extend(full, batch=len(full), seen=seen, queries=count_new(kwargs))
+        return None if valid is None and visible is None else mask
+    return full

@@ -38,7 +38,8 @@ NEWEST = (5, 24)  # transformers that the tests run on: what is private there ma
 
 
 def find_text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
-    """The config of the decoder that a cache is for, from exactly one of its model and that model's config."""
+    """The config of the decoder that a cache is for, from exactly one of its model and that model's config;
+    NotImplementedError, if there is an encoder beside it."""
     if model is not None and not isinstance(model, PreTrainedModel):
         hint = "or config=model.config"
         if isinstance(model, PreTrainedConfig):
@@ -49,7 +50,11 @@ def find_text_config(model: PreTrainedModel | None, config: PreTrainedConfig | N
     whole = config if model is None else model.config
     if not isinstance(whole, PreTrainedConfig):
         raise TypeError(f"config must be a transformers PreTrainedConfig, got {type(whole).__name__}")
-    return whole.get_text_config(decoder=True)
+    decoder = whole.get_text_config(decoder=True)
+    if whole.is_encoder_decoder or decoder.is_encoder_decoder:
+        named = whole.model_type if whole.is_encoder_decoder else decoder.model_type
+        raise NotImplementedError(f"QAdACache serves decoder-only models: use transformers.DynamicCache for {named}")
+    return decoder
 
 
 def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
@@ -65,8 +70,6 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
             "DynamicCache once",
         )
     way_out = f"use transformers.DynamicCache for {config.model_type}"
-    if config.is_encoder_decoder:
-        raise NotImplementedError(f"QAdACache serves decoder-only models: {way_out}")
     find_readers(config)
     if getattr(config, "cross_attention_layers", None):
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")

@@ -20,7 +20,8 @@ def read_keys(
 ) -> dict[int, Tensor]:
     """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU. The
     model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its own).
-    `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys."""
+    `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys, or if the model reads no
+    text by itself."""
     config = model.config.get_text_config(decoder=True)
     cache, device = DynamicCache(config=config), find_inputs_device(model)
     # As hidden states are asked for, layers without keys of their own are given all queries, and not the last alone.
@@ -29,7 +30,13 @@ def read_keys(
     for start in range(0, ids.shape[1], chunk):
         part = slice(start, start + chunk)
         place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
-        model(input_ids=ids[:, part].to(device), **pass_cache(cache), **asked, **place)
+        try:
+            model(input_ids=ids[:, part].to(device), **pass_cache(cache), **asked, **place)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"this {type(model).__name__} does not read the text that key moments are taken of, as it says "
+                f'({error}): use moments="current"'
+            ) from error
         done(len(ids[0, part]))
     found, sizes = {}, find_latent_sizes(config)
     for index in find_full_attention_layers(cache):

@@ -17,10 +17,11 @@ Find = Callable[[Any, dict[str, Any]], Any]
 
 
 def _find_decoder(model: PreTrainedModel) -> Any:
-    """The decoder, None if there is none. Of some types transformers finds the model with its head (Llama 4)."""
+    """The decoder, None if there is none. Of some types transformers finds a model with its head (Llama 4)."""
     decoder = model.get_decoder()
     inner = getattr(decoder, "model", None)
-    return inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
+    with_head = isinstance(inner, PreTrainedModel) and (decoder is model or decoder.get_output_embeddings() is not None)
+    return inner if with_head else decoder
 
 
 def is_taken(model: PreTrainedModel) -> bool:

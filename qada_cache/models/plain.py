@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from . import rope_deltas
+
 # Code that lays weights out, splits or packs them: with its hooks left out, a model computes something else or nothing.
 _LAYOUT = (
     *("accelerate", "auto_round", "bitsandbytes", "compressed_tensors", "deepspeed", "gptqmodel", "hqq", "optimum"),
@@ -81,6 +83,8 @@ class _Copier:
                     state[name] = replaced
             else:
                 state[name] = value if name == "_hf_hook" else self._copy(value)
+        if rope_deltas.NAME in state:  # which is another text's
+            state[rope_deltas.NAME] = None
         # A forward pass may write to what is derived from the config, as to rotary frequencies.
         derived = own["_non_persistent_buffers_set"]
         for name, buffer in state["_buffers"].items():

@@ -39,6 +39,7 @@ _HARMLESS = {
     *("input_ids", "attention_mask", "tokenizer", "streamer", "logits_processor", "stopping_criteria"),
     *("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask"),
 }
+_KINDS = ("mm_token_type_ids", "token_type_ids")  # of tokens, by processors of models that read images: 0 is text
 
 
 def generate(
@@ -112,7 +113,7 @@ def generate(
     if keeps and forgets_states(model.config.get_text_config(decoder=True)):
         warn_once(logger, f"no conversations of {model.config.model_type} are kept, whose linear layers forget states")
         keeps = False
-    prompt = _find_row(ids, settings, others) if keeps else None
+    prompt = _find_row(model, ids, settings, others) if keeps else None
     taken, store = None, find_store(conversations_store)
     if prompt is None:
         cache = QAdACache(model, **(cache_options or {}))
@@ -149,16 +150,18 @@ def generate(
     return output
 
 
-def _find_row(ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) -> Tensor | None:
+def _find_row(model: PreTrainedModel, ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) -> Tensor | None:
     """The token ids `[tokens]` of a call with a cache that can be kept, on the host; None for other calls. `settings`
     are all that the call asks of generation, `others` its other arguments."""
     mask: Any = others.get("attention_mask")
+    reads_images = model.config is not model.config.get_text_config(decoder=True)
+    told = {name for name in _KINDS if reads_images and isinstance(others.get(name), Tensor) and not others[name].any()}
     plain = (
         settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and settings.num_return_sequences in (None, 1)
         and not settings.return_dict_in_generate  # its result would hold the cache
         and settings.cache_implementation is None  # refused by `model.generate` beside a cache
-        and others.keys() <= _HARMLESS
+        and others.keys() <= _HARMLESS | told
     )
     masked = plain and isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape
     if not masked or ids.dim() != 2 or len(ids) != 1 or not ids.numel() or ids.is_floating_point() or not mask.all():

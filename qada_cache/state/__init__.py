@@ -15,6 +15,7 @@ from ..kernels import choice
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import CURRENT, MomentsSource, split_sources
 from ..models.latent import LatentSizes
+from ..models.rope_deltas import RopeDeltas
 from ..models.sharding import UNSHARDED, HeadShard
 from ..sketch import MAX_BITS, MIN_BITS
 from ..sketch.coded import RUNGS
@@ -185,6 +186,7 @@ class Shared:
     def __init__(self, options: Options, model: ManagedModel) -> None:
         self.options, self.model = options, model
         self.progress = Progress()
+        self.rope_deltas = RopeDeltas(model.get())
         self.forward_pass = ForwardPass(options.sink_tokens, options.window)
         self.placement = Placement(options.device_budget)
         self.observer: Observer | None = None

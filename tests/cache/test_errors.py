@@ -15,6 +15,7 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     DynamicCache,
+    EncoderDecoderConfig,
     LlamaConfig,
     MllamaTextConfig,
     PreTrainedModel,
@@ -135,6 +136,9 @@ def test_models_of_other_kinds() -> None:
     assert bart.config._attn_implementation == "sdpa"
     with pytest.raises(NotImplementedError, match=r"decoder-only models: use transformers.DynamicCache for t5"):
         QAdACache(config=T5Config())
+    composed = EncoderDecoderConfig.from_encoder_decoder_configs(BartConfig(**sizes), tiny().config)
+    with pytest.raises(NotImplementedError, match=r"decoder-only models: .* for encoder-decoder"):
+        QAdACache(config=composed)  # whose decoder alone would be served
     with pytest.raises(NotImplementedError, match=r"images' keys: use transformers.DynamicCache for mllama_text_model"):
         QAdACache(config=MllamaTextConfig())
     model = tiny()

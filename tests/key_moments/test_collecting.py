@@ -9,7 +9,14 @@ from models import prompt, tiny
 from reference import key_moments, rotary_matrix
 from test_rotation import SCHEMES
 from torch import Tensor
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Kosmos2Config,
+    Kosmos2ForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments.rotation import find_rotations
@@ -218,6 +225,11 @@ def test_models_without_what_it_takes() -> None:
         KeyMoments.collect(tiny("mistral_sliding"))
     with pytest.raises(ValueError, match=r'layers \[0, 1\] of gpt2 turn .* not found out: use scheme="spread"'):
         KeyMoments.collect(learned_positions(), scheme="analytic")
+    sizes = {"vocab_size": 97, "embed_dim": 32, "layers": 1, "ffn_dim": 48, "attention_heads": 4}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    reads_images = Kosmos2ForConditionalGeneration(Kosmos2Config(text_config=sizes, vision_config=vision)).eval()
+    with pytest.raises(ValueError, match=r'Kosmos2.* does not read the text .*pixel_values.*: use moments="current"'):
+        QAdACache(reads_images)
 
 
 def test_learned_positions_end_to_end() -> None:

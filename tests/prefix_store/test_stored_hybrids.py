@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from models import SMALL, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -137,6 +138,15 @@ def test_passes_without_generate(store: PrefixStore, model_type: str) -> None:
     assert another(store).cache(model, text, **options).get_seq_length() == 400 - 64
 
 
+def test_llama4_that_reads_images(store: PrefixStore) -> None:
+    """What transformers calls its decoder has a head, which passes that are cut leave out."""
+    config = families.make_tiny_config(transformers.Llama4Config)
+    model = transformers.Llama4ForConditionalGeneration._from_config(config).eval()
+    store.cache(model, DOCUMENT, **EXACT)
+    assert hasattr(type(model.language_model.model), "_qada_own")
+    assert not hasattr(type(model.language_model), "_qada_own")
+
+
 def test_batches_are_read_whole(store: PrefixStore) -> None:
     model = tiny("gemma3")
     answer(store, model, DOCUMENT)
@@ -236,3 +246,23 @@ def test_few_bits(store: PrefixStore) -> None:
     assert len(behind) == len({*behind}) > 3
     assert another(store).cache(model, later, **options).get_seq_length() > 1703
     assert store.verify()[1] == []
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Gemma4"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_texts_of_models_that_read_images(store: PrefixStore, kind: str, marked: bool) -> None:
+    """Which hand their decoder masks that are made already, perhaps of which tokens are images, and inputs by layer."""
+    config = families.make_tiny_config(getattr(transformers, f"{kind}Config"))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config).eval()
+    name = "token_type_ids" if kind == "Gemma3" else "mm_token_type_ids"
+    document = DOCUMENT % 70 + 20
+    for seed, least in ((7, 0), (8, 700 - 64 - 30)):
+        ids = torch.cat([document, document[:, seed : seed + 30]], dim=1)
+        told = {"eos_token_id": None} | ({name: torch.zeros_like(ids)} if marked else {})
+        cache = store.cache(model, ids, **EXACT)
+        assert least <= cache.get_seq_length() <= 700
+        got, wanted = (generate(model, ids, each, tokens=8, **told) for each in (cache, None))
+        assert torch.equal(got.sequences, wanted.sequences)
+        assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3 * logits_of(wanted).abs().max()
+        store.keep(cache, got.sequences)
