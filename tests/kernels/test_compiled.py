@@ -147,14 +147,18 @@ def test_results_do_not_depend_on_torch_defaults(default: None) -> None:
 def test_admits_only_what_it_computes() -> None:
     query, key, value = tensors(64, 64, 4, 1024, torch.float32)
     assert cpu.supports(query, key, value)
-    assert not cpu.supports(query, key[:, :, 1:], value[:, :, 1:])
-    assert not cpu.supports(query.half(), key, value)
-    assert not cpu.supports(query.double(), key.double(), value.double())
-    assert not cpu.supports(query.repeat(1, 1, 5, 1), key, value)
-    assert not cpu.supports(query, key.mT.contiguous().mT, value)
-    assert not cpu.supports(query, key, value[..., ::2])
-    assert not cpu.supports(query[..., :60], key[..., :60].contiguous(), value)
-    assert not cpu.supports(*(tensor.to("meta") for tensor in (query, key, value)))
+    for wrong in (
+        *((query.half(), key, value), (query, key.half(), value), (query, key, value.half())),
+        *((query, key.to("meta"), value), (query, key, value.to("meta"))),
+        tuple(tensor.to("meta") for tensor in (query, key, value)),
+        (query.double(), key.double(), value.double()),
+        *((query.repeat(1, 1, 5, 1), key, value), (query[:, :1], key, value)),
+        *((query, key[:, :, 1:], value[:, :, 1:]), (query, key, value[:, :, :-1])),
+        *((query, key.mT.contiguous().mT, value), (query, key, value[..., ::2])),
+        (query, key[:, :, ::2], value[:, :, ::2]),
+        *((query, key[..., :16], value), (query[..., :60], key[..., :60].contiguous(), value)),
+    ):
+        assert not cpu.supports(*wrong)
 
 
 @needs_compiler
