@@ -87,8 +87,8 @@ def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
 
 @needs_compiler
 def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
-    query, key, value = tensors(64, 64, 4, 1100, torch.float32)
-    kernels = cpu.build(torch.float32, 64, 64, 4)
+    query, key, value = tensors(32, 32, 2, 1100, torch.float32)  # of the same build as a step's
+    kernels = cpu.build(torch.float32, 32, 32, 2)
     assert kernels is not None
 
     def attend(allocations: int) -> tuple[Tensor, Tensor] | None:
@@ -100,7 +100,7 @@ def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> No
             attend(allocations)
     found = attend(2)
     assert found is not None
-    check(found, query, key, value, torch.ones(1, 1, 4, 1100, dtype=torch.bool))
+    check(found, query, key, value, torch.ones(1, 1, 2, 1100, dtype=torch.bool))
 
 
 @needs_compiler
