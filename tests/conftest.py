@@ -164,6 +164,12 @@ def list_kernels(folder: Path) -> set[str]:
     return {kernel.name for kernel in folder.glob("*.so")}
 
 
+@pytest.fixture
+def triton_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where Triton finds, by their sources, the kernels that this run and earlier ones have compiled for GPUs."""
+    return request.config.cache.mkdir("triton") if hasattr(request.config, "cache") else tmp_path
+
+
 @pytest.fixture(scope="session")
 def all_tasks() -> Any:
     """The index of all of lm-eval's tasks, which takes seconds to make."""

@@ -3,6 +3,7 @@
 Triton's kernels are bound to its interpreter where `TRITON_INTERPRET=1` when they are imported: compile without it.
 """
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -197,24 +198,25 @@ class Compiled:
         found = triton.compile(made, target=GPUTarget("cuda", capability, 32), options=given)
         self.shared: int = found.metadata.shared  # bytes that a program takes
         self.ptx: str = found.asm["ptx"]
-        with tempfile.TemporaryDirectory() as folder:
-            cubin = Path(folder) / "kernel.cubin"
-            cubin.write_bytes(found.asm["cubin"])
-            self.usage = _print("-res-usage", cubin)
-            code = _print("-sass", cubin)
-        self.registers = int(self._find_used("REG"))  # of a thread
-        self.stack = int(self._find_used("STACK")) + int(
-            self._find_used("LOCAL")
-        )  # bytes of a thread; above 0 registers spill
-        self.instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", code, re.MULTILINE))  # each once
+        self._cubin: bytes = found.asm["cubin"]
+        self.usage = self._print("-res-usage")
+        self.registers = self._find_used("REG")  # of a thread
+        self.stack = self._find_used("STACK") + self._find_used("LOCAL")  # bytes of a thread; above 0 registers spill
 
-    def _find_used(self, kind: str) -> str:
+    @functools.cached_property
+    def instructions(self) -> int:
+        """Of the code, each once."""
+        return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", self._print("-sass"), re.MULTILINE))
+
+    def _find_used(self, kind: str) -> int:
         found = re.search(rf" {kind}:(\d+)", self.usage)
         assert found is not None
-        return found[1]
+        return int(found[1])
 
-
-def _print(option: str, cubin: Path) -> str:
-    """What the disassembler that comes with Triton says."""
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    return subprocess.run([tool, option, cubin], check=True, capture_output=True, text=True).stdout
+    def _print(self, option: str) -> str:
+        """What the disassembler that comes with Triton says."""
+        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            cubin.write_bytes(self._cubin)
+            return subprocess.run([tool, option, cubin], check=True, capture_output=True, text=True).stdout

@@ -5,6 +5,7 @@ import math
 import pytest
 import reference
 import torch
+from drawn import random
 
 from qada_cache import StaticHeads
 from qada_cache.criterion import (
@@ -18,10 +19,6 @@ from qada_cache.key_moments.running import flatten
 
 SCALING = 0.3
 EDGE_THRESHOLDS = (0.0, 1e-300, 1e-6, 0.1, 0.5, 0.6, 0.999, 1 - 1e-15, 1.0)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import EAGER, FAMILIES, LATENT, SMALL, exact, forced, generate, logits_of, prompt, rounding, tiny
+from models import (
+    EAGER,
+    FAMILIES,
+    LATENT,
+    SMALL,
+    assert_same,
+    exact,
+    forced,
+    generate,
+    logits_of,
+    prompt,
+    tiny,
+)
 from transformers import (
     DynamicCache,
     Gemma4ForCausalLM,
@@ -51,14 +63,6 @@ LAYERS = {
 }
 # Longer than the sliding windows (12) and the local tokens (20); the last row has no bulk until it grows one.
 LENGTHS = (150, 47, 11)
-
-
-def assert_same(model: PreTrainedModel, got: Any, wanted: Any) -> None:
-    """The same tokens, and logits that differ by rounding: a few times the model's own."""
-    assert torch.equal(got.sequences, wanted.sequences)
-    budget = 4 * rounding(model, prompt(200)[0])
-    assert budget < 1e-3  # or it would say nothing
-    assert (logits_of(got) - logits_of(wanted)).abs().max() <= budget
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from latents import assert_near, dynamic
-from models import FAMILIES, exact, forced, generate, logits_of, prompt, tiny
+from latents import assert_near, check_copies_files_crops_and_rows
+from models import FAMILIES, dynamic, exact, forced, generate, logits_of, prompt, tiny
 from stand_in import accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -119,29 +119,7 @@ def test_what_is_picked_is_read_and_nothing_else(model: PreTrainedModel) -> None
 
 
 def test_copies_files_crops_and_rows(model: PreTrainedModel, tmp_path: Path) -> None:
-    ids, mask = prompt(150, 131)
-    rest = prompt(60, 60, seed=9)[0]
-    seen = torch.cat([mask, torch.ones_like(rest)], dim=1)
-    cache, plain = exact(model), dynamic(model)
-    for each in (cache, plain):
-        forced(model, torch.cat([ids, rest[:, :20]], dim=1), [150, 20], each, seen[:, :170])
-    cache.save(tmp_path / "cache")
-    others = [copy.deepcopy(cache), cache.fork(criterion="dense")]
-    others += [QAdACache.load(tmp_path / "cache", model, mmap=mmap) for mmap in (False, True)]
-    wanted = None
-    for each in (plain, *others, cache):
-        each.crop(-60)
-        assert each.get_seq_length() == 110
-        each.reorder_cache(torch.tensor([1, 0]))
-        again = torch.cat([ids[[1, 0], 110:], rest[[1, 0]]], dim=1)
-        with torch.no_grad():
-            found = [
-                model(part, attention_mask=seen[[1, 0], :stop], **pass_cache(each)).logits
-                for part, stop in ((again[:, :40], 150), (again[:, 40:43], 153), (again[:, 43:44], 154))
-            ]
-        got = torch.cat(found, dim=1)
-        wanted = got if wanted is None else wanted
-        assert_near(model, got, wanted)
+    check_copies_files_crops_and_rows(model, tmp_path)
 
 
 def test_forged_keys_of_an_indexer_are_refused() -> None:

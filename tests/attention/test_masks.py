@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import SMALL, exact, generate, logits_of, prompt, rounding, tiny, tiny_like
+from models import SMALL, dynamic, exact, generate, logits_of, prompt, rounding, tiny, tiny_like
 from torch import Tensor
-from transformers import Cache, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
+from transformers import Cache, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from qada_cache import QAdACache, kernels
 from qada_cache.versions import pass_cache
@@ -45,10 +45,6 @@ def call(
     model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Any = None, positions: Tensor | None = None
 ) -> Tensor:
     return model(ids, attention_mask=mask, position_ids=positions, **pass_cache(cache)).logits
-
-
-def dynamic(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config)
 
 
 def verify(model: PreTrainedModel, cache: Cache, tokens: int, form: str = "bool", lengths: Any = (PROMPT,)) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import SMALL, VOCABULARY, exact, forced, generate, logits_of, prompt, tiny
+from models import SMALL, VOCABULARY, dynamic, exact, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from qada_cache import PrefixStore, QAdACache, StaticHeads, restore_attention
@@ -61,10 +61,6 @@ def build(name: str = "gemma4-e2b", **changes: Any) -> PreTrainedModel:
     config = kind(**told, global_head_dim=16, num_global_key_value_heads=kv_heads // 4)
     torch.manual_seed(0)
     return transformers.Gemma4UnifiedForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-
-
-def dynamic(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config)
 
 
 def assert_close(got: Tensor, wanted: Tensor) -> None:

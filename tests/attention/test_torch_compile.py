@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import LATENT, exact, prompt, tiny
+from models import LATENT, dynamic, exact, prompt, tiny
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache
 
 from qada_cache.versions import pass_cache
 
@@ -32,10 +32,6 @@ def logits(call: Callable[..., Any], cache: Cache) -> Tensor:
     """Of every token of `LENGTHS`."""
     parts = prompt(sum(LENGTHS))[0].split(LENGTHS, dim=1)
     return torch.cat([call(ids, **pass_cache(cache), use_cache=True).logits for ids in parts], dim=1)
-
-
-def dynamic(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config)
 
 
 @pytest.mark.parametrize(

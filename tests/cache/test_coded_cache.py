@@ -206,9 +206,9 @@ def test_what_was_shared_is_ones_own_again() -> None:
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_files(mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Smaller by half, and go on as if they had never left."""
+    """Far smaller, and go on as if they had never left."""
     monkeypatch.setattr(private_map, "WORTH", 0)
-    model, ids = tiny(head_dim=64, dtype=torch.bfloat16), prompt(3500 + TOKENS)[0]
+    model, ids = tiny(), prompt(3500 + TOKENS)[0]
     given, sizes = ids[:, 3500:], {}
     for bits in (16, 8, 4):
         cache = filled(model, ids[:, :3500], bulk_bits=bits, **SELECTING)
@@ -217,8 +217,8 @@ def test_files(mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         again = QAdACache.load(tmp_path / str(bits), model, mmap=mmap)
         assert again.options.bulk_bits == bits
         assert torch.equal(follow(model, again, given), follow(model, cache, given))
-    assert sizes[8] < 0.5 * sizes[16]
-    assert sizes[4] < 0.42 * sizes[16]
+    assert sizes[8] < 0.37 * sizes[16]  # a token's record has a fourth of its bytes, its codes a tenth
+    assert sizes[4] < 0.33 * sizes[16]
 
 
 @pytest.mark.parametrize("mmap", [True, False])

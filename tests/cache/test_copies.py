@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import WINDOW, Driver, FakeAttention, Inputs, transformers_mask
+from harness import WINDOW, Driver, FakeAttention, Inputs, make_config, transformers_mask
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pair import stored_tokens
@@ -41,9 +41,7 @@ def nothing() -> Any:
 
 
 def built(config: LlamaConfig | None = None, **options: Any) -> QAdACache:
-    config = config or LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
+    config = config or make_config(2)
     config._attn_implementation = config._attn_implementation or "sdpa"
     options = {"moments": "current", "threshold": 0.15, "sink_tokens": 3, "local_tokens": 11, **options}
     return QAdACache(config=config, **options)

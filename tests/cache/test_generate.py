@@ -1,4 +1,5 @@
-"""`generate()` in all its modes: threshold 1 is DynamicCache, 0 is sinks and window, and batches do not matter."""
+"""`generate()`: threshold 1 is DynamicCache, 0 is sinks and window, and batches do not matter. Its modes are those of
+`test_generation_modes.py`."""
 
 from __future__ import annotations
 
@@ -7,29 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import SMALL, exact, forced, generate, logits_of, prompt, rounding, tiny, tiny_like
+from models import SMALL, assert_same, dynamic, exact, forced, generate, logits_of, prompt, rounding, tiny, tiny_like
 from reference import local_indices
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
-
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 1.5},
-    "beam search": {"num_beams": 3},
-    "beam sampling": {"num_beams": 3, "do_sample": True},
-    "several answers": {"do_sample": True, "num_return_sequences": 3},
-    "several beams": {"num_beams": 4, "num_return_sequences": 2},
-    "long prefill chunks": {"prefill_chunk_size": 61},  # longer than the window of 16
-    "short prefill chunks": {"prefill_chunk_size": 13},
-}
-ONE_ROW_MODES: dict[str, dict[str, Any]] = {
-    "prompt lookup": {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 1},
-    "assisted": {"num_assistant_tokens": 4},
-    "assisted sampling": {"num_assistant_tokens": 4, "do_sample": True},
-    "early exit": {"assistant_early_exit": 1},  # guesses of the model's own first layer
-}
 
 
 @pytest.fixture(params=["sdpa", "eager"])
@@ -38,51 +22,6 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 SDPA = pytest.mark.parametrize("model", ["sdpa"], indirect=True)  # where it does not matter who attends to a prompt
-
-
-def dynamic(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config)
-
-
-def assert_same(model: PreTrainedModel, got: Any, wanted: Any) -> None:
-    """The same tokens, and logits that differ by rounding: a few times the model's own on a text like this."""
-    assert torch.equal(got.sequences, wanted.sequences)
-    budget = 4 * rounding(model, prompt(200)[0])
-    assert budget < 1e-3  # or the comparison would say nothing: logits have a standard deviation of 2
-    assert (logits_of(got) - logits_of(wanted)).abs().max() <= budget
-
-
-@pytest.mark.parametrize("lengths", [(150,), (150, 93, 11)], ids=["one row", "padded"])
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_gives_what_dynamic_cache_gives(model: PreTrainedModel, mode: str, lengths: tuple[int, ...]) -> None:
-    ids, mask = prompt(*lengths)
-    wanted = generate(model, ids, dynamic(model), attention_mask=mask, **MODES[mode])
-    cache = exact(model)
-    assert_same(model, generate(model, ids, cache, attention_mask=mask, **MODES[mode]), wanted)
-    assert cache.get_seq_length() == wanted.sequences.shape[1] - 1
-    stats = cache.stats()
-    assert stats.decisions > 0
-    assert stats.sparsity == 0.0  # the bulk was there, and every head read it
-
-
-@pytest.mark.parametrize("mode", ONE_ROW_MODES)
-def test_speculative_modes_give_what_dynamic_cache_gives(model: PreTrainedModel, mode: str) -> None:
-    options, ids = dict(ONE_ROW_MODES[mode]), prompt(150)[0]
-    if mode in ("prompt lookup", "early exit"):  # with small weights a random model repeats itself: easy to guess
-        model = tiny(attention=model.config._attn_implementation, initializer_range=0.15)
-    if "num_assistant_tokens" in options:  # the same model with noise, so that some guesses are accepted
-        assistant = tiny_like(model, torch.float32)
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for weight in assistant.parameters():
-                weight.add_(0.03 * torch.randn_like(weight))
-        assistant.generation_config.num_assistant_tokens = options.pop("num_assistant_tokens")
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        options["assistant_model"] = assistant
-    wanted = generate(model, ids, dynamic(model), **options)
-    cache = exact(model)
-    assert_same(model, generate(model, ids, cache, **options), wanted)
-    assert 0 < cache.stats().steps < 23  # otherwise no guess was ever accepted, and nothing speculative was tested
 
 
 @pytest.mark.parametrize("default_sizes", [True, False], ids=["16/128", "4/20"])
@@ -269,9 +208,13 @@ def test_padded_batch_equals_its_rows_where_some_heads_are_local(model: PreTrain
     torch.testing.assert_close(stats.kv_local_share * decisions, kv_heads)
 
 
-@pytest.mark.parametrize("lengths", [(150,), (150, 93)], ids=["one row", "padded"])
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("chunk", [None, 50, 65, 70, 149, 9])
+@pytest.mark.parametrize(
+    ("chunk", "beams", "lengths"),
+    [
+        *((chunk, beams, (150, 93)) for chunk in (None, 65, 149) for beams in (1, 2)),
+        *((50, 2, (150,)), (50, 1, (150, 93)), (70, 1, (150,)), (9, 2, (150,)), (9, 1, (150, 93))),
+    ],
+)
 def test_every_chunk_of_a_prompt_is_exact(chunk: int | None, beams: int, lengths: tuple[int, ...]) -> None:
     """Also a last one within the window of 16: last chunks of 150, 50, 20, 10, 1 and 6 tokens."""
     model, (text, mask) = tiny(), prompt(*lengths)

@@ -1,6 +1,7 @@
 """What `generate()` offers, for each family: at threshold 1 a QAdACache gives what DynamicCache gives, or its refusal.
 
-`test_generate.py` goes into depth for one family; here every mode and option meets plain, sliding and hybrid layers.
+`test_generate.py` goes into depth for one family; here every mode and option meets plain, sliding and hybrid layers,
+and eager attention.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import LATENT, exact, generate, prompt, rounding, tiny, tiny_like
+from models import LATENT, dynamic, exact, generate, prompt, rounding, tiny, tiny_like
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import BaseStreamer, GenerationMode, StoppingCriteria
@@ -19,7 +20,13 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from qada_cache import QAdACache
 from qada_cache.versions import pass_cache
 
-FAMILIES = ["llama", "mistral_sliding", "gemma3", "deepseek_v3"]  # plain, sliding, both, latent: others are the same
+FAMILIES = [
+    "llama",
+    "llama eager",
+    "mistral_sliding",
+    "gemma3",
+    "deepseek_v3",
+]  # plain, sliding, both, latent: others are the same
 LENGTHS = (60, 41)  # both have a bulk beside the 20 local tokens
 TOKENS = 10
 ENDS = list(range(1, 97, 9))  # tokens that end a row, at different times
@@ -70,13 +77,14 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def build(family: str, **changes: Any) -> PreTrainedModel:
+    name, _, attention = family.partition(" ")
+    return tiny(name, attention=attention or None, **changes)
+
+
 @pytest.fixture
 def model(family: str) -> PreTrainedModel:
-    return tiny(family)
-
-
-def dynamic(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config)
+    return build(family)
 
 
 def ours(model: PreTrainedModel) -> QAdACache:
@@ -115,15 +123,16 @@ def tensors(nested: Any) -> list[Tensor]:
 def test_modes(model: PreTrainedModel, mode: str) -> None:
     ids, mask = prompt(*LENGTHS)  # the second row is padded on its left
     options = {"attention_mask": mask, "tokens": TOKENS, "output_scores": True, **MODES[mode]}
-    wanted = generate(model, ids, dynamic(model), **options)
-    cache = ours(model)
+    cache, plain = ours(model), dynamic(model)
+    wanted = generate(model, ids, plain, **options)
     assert_same(model, generate(model, ids, cache, **options), wanted, cache)
+    assert cache.get_seq_length() == plain.get_seq_length()
 
 
 @pytest.mark.parametrize("mode", SPECULATIVE)
 def test_speculative_modes(family: str, mode: str) -> None:
     # With small weights a random model repeats itself, which is easy to guess.
-    model = tiny(family) if "assistant" in mode else tiny(family, initializer_range=0.1)
+    model = build(family) if "assistant" in mode else build(family, initializer_range=0.1)
     options = {"tokens": 50, **SPECULATIVE[mode]}
     if "assistant" in mode:
         options["assistant_model"] = noisy(model)
@@ -252,7 +261,7 @@ def test_every_mode_of_transformers_is_here() -> None:
 
 def test_attention_weights_are_refused_or_returned(family: str) -> None:
     """Returned where no layer is ours, as no layer of a model with sliding windows alone is."""
-    model = tiny(family, attention="eager")
+    model = tiny(family.partition(" ")[0], attention="eager")
     options = {"tokens": TOKENS, "output_attentions": True}
     cache = ours(model)
     if cache.stats().layers:

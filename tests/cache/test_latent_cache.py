@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from pathlib import Path
 
 import pytest
 import torch
-from latents import assert_near, dynamic
-from models import LATENT, SMALL, exact, forced, generate, logits_of, prompt, tiny, tiny_like
-from transformers import Cache, PreTrainedModel
+from latents import assert_near, check_copies_files_crops_and_rows
+from models import LATENT, SMALL, dynamic, exact, forced, generate, logits_of, prompt, tiny, tiny_like
+from transformers import PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.attention import latent
@@ -37,38 +36,9 @@ def test_a_token_is_stored_once(model: PreTrainedModel) -> None:
     assert used <= 1.5 * sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)  # with room to grow
 
 
-def test_copies_files_and_crops(model: PreTrainedModel, tmp_path: Path) -> None:
-    """A text goes on in a copy, a fork and a loaded file, and after a crop that reaches back into the bulk."""
-    ids, mask = prompt(150, 131)
-    rest = prompt(30, 30, seed=9)[0]
-    seen = torch.cat([mask, torch.ones_like(rest)], dim=1)
-    cache, plain = exact(model), dynamic(model)
-    for each in (cache, plain):
-        forced(model, torch.cat([ids, rest[:, :20]], dim=1), [150, 20], each, seen[:, :170])
-    cache.save(tmp_path / "cache")
-    before = cache.layers[1].store.copy_tokens(slice(0, 1), 0, 170)[0]
-    others: list[Cache] = [copy.deepcopy(cache), cache.fork(criterion="dense")]
-    others += [QAdACache.load(tmp_path / "cache", model, mmap=mmap) for mmap in (False, True)]
-    others += [QAdACache.load(tmp_path / "cache", config=model.config), cache]
-    wanted = None
-    for each in (plain, *others):
-        each.crop(-60)
-        assert each.get_seq_length() == 110
-        each.reorder_cache(torch.tensor([1, 0]))
-        again = torch.cat([ids[[1, 0], 110:], rest[[1, 0]]], dim=1)
-        at = seen[[1, 0]]
-        with torch.no_grad():
-            found = [
-                model(part, attention_mask=at[:, :stop], **pass_cache(each)).logits
-                for part, stop in ((again[:, :40], 150), (again[:, 40:69], 179), (again[:, 69:], 180))
-            ]
-        got = torch.cat(found, dim=1)
-        wanted = got if wanted is None else wanted
-        assert_near(model, got, wanted)
-    assert all(layer.reads_weight for each in others for layer in each.layers)
-    assert torch.equal(
-        before, QAdACache.load(tmp_path / "cache", model).layers[1].store.copy_tokens(slice(0, 1), 0, 170)[0]
-    )
+def test_copies_files_crops_and_rows(model: PreTrainedModel, tmp_path: Path) -> None:
+    for each in check_copies_files_crops_and_rows(model, tmp_path):
+        assert all(layer.reads_weight for layer in each.layers)
 
 
 def test_a_file_of_other_latents_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from harness import WINDOW, FakeAttention, Inputs
+from harness import WINDOW, FakeAttention, Inputs, make_config
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pair import Pair, stored_tokens
@@ -23,7 +23,6 @@ from small_sketch import small_sketch
 from stand_in import accelerator
 from stateful import walks
 from torch import Tensor
-from transformers import LlamaConfig
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 from qada_cache.files import private_map
@@ -55,14 +54,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sketch_bits": 4,
     },
 }
-
-
-def tiny_config() -> LlamaConfig:
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    config._attn_implementation = "sdpa"
-    return config
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -99,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
         if shared:  # with copies and files, however little there is
             self.environment.enter_context(mock.patch.object(private_map, "WORTH", 0))
         self.environment.enter_context(small_sketch(6, 16))  # of several segments
-        self.config, self.inputs, self.batch = tiny_config(), Inputs(seed), batch
+        self.config, self.inputs, self.batch = make_config(2), Inputs(seed), batch
         self.generator = torch.Generator().manual_seed(seed)
         cache = QAdACache(
             config=self.config,

@@ -7,6 +7,7 @@ from pathlib import Path
 import needle
 import pytest
 import torch
+from drawn import random
 from models import prompt, tiny
 from sketch_reference import estimates
 from torch import Tensor
@@ -19,10 +20,6 @@ from qada_cache.sketch import Layout, coded
 from qada_cache.sketch.codec import Sketch
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

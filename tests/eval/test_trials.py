@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compilers import needs_compiler, needs_vectors
+from drawn import random
 from models import prompt, tiny
 from small_sketch import small_sketch
 from transformers import DynamicCache, PreTrainedModel
@@ -115,10 +116,6 @@ def test_the_product_s_way_of_reading_tokens(model: PreTrainedModel, document: D
     assert float(some["bytes_read"]) < 0.5
     assert float(some["kl"]) > 0
     assert float(gated["bytes_read"]) < min(float(some["bytes_read"]), float(whole["bytes_read"]))
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_pages_are_bounded_by_what_they_hold() -> None:

@@ -36,15 +36,14 @@ def test_estimates_leave_room_for_four_programs(sketch: str) -> None:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed: pip install triton")
-def test_the_table_is_of_this_tree(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_table_is_of_this_tree(tmp_path: Path, triton_folder: Path) -> None:
     import triton
 
     if triton.__version__ != MADE_WITH:
         pytest.skip(f"the table was made with Triton {MADE_WITH}")
     asked = ["--dims", "96", "--sketches", "1.5+8", "--architectures", "90", "--out", tmp_path / "found.csv"]
-    # In a process whose kernels are not bound to the interpreter. Triton finds by their sources what it has compiled.
-    kept = request.config.cache.mkdir("triton") if hasattr(request.config, "cache") else tmp_path
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(kept)}
+    # In a process whose kernels are not bound to the interpreter.
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(triton_folder)}
     subprocess.run([sys.executable, "-m", "eval.triton_resources", *asked], env=environment, check=True)
     of_table = [row for row in read(TABLE) if ROWS.items() <= row.items()]
     assert read(tmp_path / "found.csv") == of_table

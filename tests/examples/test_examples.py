@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -90,6 +91,7 @@ def test_a_server_answers(
         port = str(free.getsockname()[1])
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("QADA_KERNELS", "torch")  # which need not be built
     for name in ("HF_HOME", "QADA_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     questions = [f"{PROMPT.context} {PROMPT.questions[0]}", PROMPT.questions[1]]
@@ -101,9 +103,14 @@ def test_a_server_answers(
 
 def test_scores_of_both_caches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
+    from lm_eval import evaluator
+
     from qada_cache.lm_eval import startup
 
     startup.install()  # for an environment in which the package is not installed
+    # To index all of lm-eval's own tasks, too, takes seconds, twice.
+    tasks = {"include_path": Path(qada_cache.__file__).parent / "lm_eval" / "tasks", "include_defaults": False}
+    monkeypatch.setattr(evaluator, "TaskManager", functools.partial(evaluator.TaskManager, **tasks))
     example("scores.py", monkeypatch, "--model", str(needle.FOLDER), "--tokens", "1024", "--documents", "1")
     said = re.findall(r"^(\w+): prose_niah [\d.]+, (\d+)% of", capsys.readouterr().out, re.MULTILINE)
     assert [cache for cache, _ in said] == ["DynamicCache", "qada"]

@@ -10,18 +10,16 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from compilers import compiler, needs_compiler
+from compilers import compile_once, compiler, needs_compiler
 from models import tiny
 from open_to_others import OPEN_TO_OTHERS, link_away
 
 from qada_cache import QAdACache, files
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building
-from qada_cache.kernels.cpu.process import run_command
 
 
 @pytest.fixture(autouse=True)
@@ -31,23 +29,6 @@ def quick_builds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     # By a name of every test's own, as a process loads what goes by one name once.
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
     monkeypatch.setattr(building, "run_command", compile_once)
-
-
-compiled: dict[tuple[str, ...], bytes] = {}  # by what the compiler is told but for names of tests
-
-
-def compile_once(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """What one test had compiled another one gets as if it had been."""
-    key, output = tuple(part for part in command[:-1] if not part.startswith("-DTEST=")), Path(command[-1])
-    if command[-2] != "-o":
-        return run_command(command, **options)
-    if key in compiled:
-        output.write_bytes(compiled[key])
-        return subprocess.CompletedProcess(command, 0, "", "")
-    done = run_command(command, **options)
-    if not done.returncode:
-        compiled[key] = output.read_bytes()
-    return done
 
 
 held: list[int] = []  # open files

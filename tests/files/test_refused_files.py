@@ -11,10 +11,9 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from models import exact, generate, prompt, tiny
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
-from qada_cache.files import tensor_file
 
 
 def split(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -40,79 +39,83 @@ def flip_the_last_byte(path: Path) -> None:
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 0x80]))
 
 
-def edit_state(path: Path) -> None:
-    header, data = split(path)
-    header["__metadata__"]["state"] = header["__metadata__"]["state"].replace('"threshold": 0.12', '"threshold": 0.13')
-    join(path, header, data)
-
-
 def swap_tensors(path: Path) -> None:
+    """Of one shape."""
     header, data = split(path)
-    first, second = [name for name in sorted(header) if header[name].get("shape") == [1, 2, 8]][:2]
+    first, second = next(
+        (one, other) for one in header for other in header
+        if one < other and "shape" in header[one] and header[one]["shape"] == header[other].get("shape")
+    )  # fmt: skip
     header[first], header[second] = header[second], header[first]
     join(path, header, data)
 
 
-def drop_checksum(path: Path) -> None:
-    header, data = split(path)
-    del header["__metadata__"]["sha256"]
-    join(path, header, data)
+def with_tensor(path: Path) -> None:
+    header, _ = split(path)
+    save_file(load_file(path) | {"extra": torch.zeros(1)}, path, metadata=header["__metadata__"])
 
 
-def drop_state(path: Path) -> None:
-    header, data = split(path)
-    del header["__metadata__"]["state"]
-    join(path, header, data)
+def says(**fields: str | None) -> Callable[[Path], None]:
+    """Other things of itself; None: nothing."""
 
+    def edit(path: Path) -> None:
+        header, data = split(path)
+        about = {**header["__metadata__"], **fields}
+        header["__metadata__"] = {name: value for name, value in about.items() if value is not None}
+        join(path, header, data)
 
-def newer_version(path: Path) -> None:
-    header, data = split(path)
-    header["__metadata__"]["version"] = str(tensor_file.FORMAT_VERSION + 1)
-    join(path, header, data)
-
-
-def older_version(path: Path) -> None:
-    header, data = split(path)
-    header["__metadata__"]["version"] = "3"
-    join(path, header, data)
+    return edit
 
 
 def cut(keep: float) -> Callable[[Path], Any]:
     return lambda path: path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
 
 
+TRUNCATED, ALTERED = (
+    "not a safetensors file, or is truncated",
+    r"was altered after it was written \(checksum mismatch\)",
+)
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (cut(0.9), "not a safetensors file, or is truncated"),
-    "truncated in the header": (cut(0.001), "not a safetensors file, or is truncated"),
-    "empty": (lambda path: path.write_bytes(b""), "not a safetensors file, or is truncated"),
-    "text": (lambda path: path.write_text("hello " * 50), "not a safetensors file, or is truncated"),
+    "truncated": (cut(0.9), TRUNCATED),
+    "truncated in the header": (cut(0.001), TRUNCATED),
+    "empty": (lambda path: path.write_bytes(b""), TRUNCATED),
+    "text": (lambda path: path.write_text("hello " * 50), TRUNCATED),
     "extra bytes": (lambda path: path.write_bytes(path.read_bytes() + b"\0" * 8), "not a safetensors file"),
-    "a byte": (flip_a_byte, r"was altered after it was written \(checksum mismatch\)"),
-    "the last byte": (flip_the_last_byte, r"was altered after it was written \(checksum mismatch\)"),
-    "the header": (edit_state, r"was altered after it was written \(checksum mismatch\)"),
-    "names swapped": (swap_tensors, r"was altered after it was written \(checksum mismatch\)"),
-    "no checksum": (drop_checksum, r"was altered after it was written \(checksum mismatch\)"),
-    "no state": (drop_state, r"was altered after it was written \(checksum mismatch\)"),
-    "older": (older_version, "has format version '3', this qada-cache reads 4: make it again"),
-    "newer": (newer_version, "has format version '5', this qada-cache reads 4: upgrade"),
-    "foreign": (lambda path: save_file({"x": torch.ones(2)}, path), "is not a qada-cache file .*nothing about what it"),
+    "a byte": (flip_a_byte, ALTERED),
+    "the last byte": (flip_the_last_byte, ALTERED),
+    "names swapped": (swap_tensors, ALTERED),
+    "another tensor": (with_tensor, ALTERED),
+    "another state": (says(state='{"tokens": 5, "model_type": "llama", "prompt": "x"}'), ALTERED),
+    "no state": (says(state=None), ALTERED),
+    "an empty checksum": (says(sha256=""), ALTERED),
+    "no checksum": (says(sha256=None), ALTERED),
+    "older": (says(version="3"), "has format version '3', this qada-cache reads 4: make it again"),
+    "newer": (says(version="5"), "has format version '5', this qada-cache reads 4: upgrade"),
+    "of no version": (says(version="one"), "format version 'one'"),
+    "of another kind": (says(kind="qada-other"), r"not a qada-\w+ file \(it says 'qada-other'\)"),
+    "foreign": (lambda path: save_file({"x": torch.ones(2)}, path), r"is not a qada-\w+ file .*nothing about what it"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_files(damage: str, saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [*(("cache", damage) for damage in DAMAGE), *(("moments", damage) for damage in DAMAGE if "swapped" not in damage)],
+)
+def test_damaged_files(kind: str, damage: str, saved: Path) -> None:
     act, message = DAMAGE[damage]
-    act(saved)
     model = tiny()
-    with pytest.raises(ValueError, match=f"{saved.name} .*{message}"):
-        QAdACache.load(saved, model)
+    if kind == "moments":
+        KeyMoments.collect(model, prompt=prompt(50)[0]).save(saved)
+    act(saved)
+    with pytest.raises(ValueError, match=f"{saved} .*{message}"):
+        KeyMoments.load(saved) if kind == "moments" else QAdACache.load(saved, model)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_another_format_of_any_kind(tmp_path: Path) -> None:
     path = tmp_path / "heads"
     StaticHeads(torch.eye(2, dtype=torch.bool)).save(path)
-    older_version(path)
+    says(version="3")(path)
     with pytest.raises(ValueError, match="has format version '3', this qada-cache reads 4: make it again"):
         StaticHeads.load(path)
 

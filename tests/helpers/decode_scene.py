@@ -59,6 +59,7 @@ class Scene:
     learned_sinks: bool = False
     shared: bool = False  # whether values are the first channels of keys, where these lie
     rounding = 0.0  # of scores, beyond that of the dtype
+    splits = 100, 16  # as for `small_splits`: three of the longest row of `RAGGED`, whose last ones shorter rows lack
 
     def __post_init__(self) -> None:
         made = torch.Generator().manual_seed(self.dim + self.group)
@@ -165,6 +166,9 @@ class Scene:
             return masses
         return torch.logaddexp(masses, self.sink_logits[head * self.group : (head + 1) * self.group].double())
 
+    def place(self, device: str) -> None:
+        """Have what is stored lie as `device` has it."""
+
     def token_threshold(self, share: float = 0.2) -> float:
         """One by which a query head asks for about this share of the bulk, and no token by rounding."""
         ranked = sorted(
@@ -200,7 +204,7 @@ class Scene:
         half = len(spreads) // 2
         return sum(spreads[half - 1 : half + 1]) / 2, half
 
-    def sketch_read_bytes(self, selected: dict[tuple[int, int], Tensor]) -> int:
+    def sketch_read_bytes(self, selected: dict[tuple[int, int], Tensor], flags: Tensor) -> int:
         """What is read of the sketch, where `selected` is."""
         sizes = {"dim": self.dim, "value_dim": self.stored[1].shape[3], "bits": self.bits}
         return sum(sketch_bytes(len(tokens), **sizes) for tokens in selected.values())
@@ -242,6 +246,17 @@ class Scene:
         elif criterion == "local":
             log_bulk = -log_bulk
         return {"log_bulk": log_bulk.to(device), "logit_threshold": cut, "group_rule": group_rule}
+
+    def step_arguments(
+        self, device: str = "cpu", token_threshold: float | None = None, *, pin: bool = False, **decision: Any
+    ) -> dict[str, Any]:
+        """All that `step_of` takes. Where there is a sketch, tokens are selected; by default about a fifth of them."""
+        made = self.arguments(device, pin=pin) | self.decision_arguments(device, **decision)
+        if not self.bits:
+            return made
+        return made | self.sketch_arguments(
+            device, self.token_threshold() if token_threshold is None else token_threshold
+        )
 
     def decided_rows(self) -> list[int]:
         """Rows with a bulk and a real query."""

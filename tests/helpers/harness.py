@@ -32,6 +32,15 @@ OPTIONS = {
 }
 
 
+def make_config(layers: int = 1) -> LlamaConfig:
+    """Of layers with two KV heads, of two query heads each and of 16 channels."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2
+    )
+    config._attn_implementation = "sdpa"
+    return config
+
+
 class FakeAttention(nn.Module):
     """What the attention function reads of a transformers attention module."""
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import prompt, rounding
+from models import dynamic, exact, forced, prompt, rounding
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from qada_cache import QAdACache
 from qada_cache.attention.latent_attention import LatentAttention
+from qada_cache.versions import pass_cache
 
 SPLIT = [100, 30, 3, 1, 40, 1]  # tokens: a prompt, a long turn and a short one, a token, another long turn, a token
-
-
-def dynamic(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config)
 
 
 def assert_near(model: PreTrainedModel, got: Tensor, wanted: Tensor) -> None:
@@ -40,3 +41,34 @@ def note_ways(monkeypatch: pytest.MonkeyPatch, how: str) -> list[str]:
     if how != "cheaper":
         monkeypatch.setattr(LatentAttention, "_is_cheaper_absorbed", lambda *_: how == "absorbed")
     return found
+
+
+def check_copies_files_crops_and_rows(model: PreTrainedModel, folder: Path) -> list[QAdACache]:
+    """A text goes on as by `DynamicCache` in a copy, a fork and a loaded file, after a crop that reaches back into the
+    bulk and rows in another order. Returns these caches, and the one that they come from."""
+    ids, mask = prompt(150, 131)
+    rest = prompt(30, 30, seed=9)[0]
+    seen = torch.cat([mask, torch.ones_like(rest)], dim=1)
+    cache, plain = exact(model), dynamic(model)
+    for each in (cache, plain):
+        forced(model, torch.cat([ids, rest[:, :20]], dim=1), [150, 20], each, seen[:, :170])
+    cache.save(folder / "cache")
+    others = [copy.deepcopy(cache), cache.fork(criterion="dense")]
+    others += [QAdACache.load(folder / "cache", model, mmap=mmap) for mmap in (False, True)]
+    others += [QAdACache.load(folder / "cache", config=model.config), cache]
+    held = [each.layers[-1].store.copy_tokens(slice(0, 1), 0, 170)[0] for each in others]
+    assert all(torch.equal(part, held[-1]) for part in held)
+    wanted, again = None, torch.cat([ids[:, 110:], rest], dim=1)[[1, 0]]
+    for each in (plain, *others):
+        each.crop(-60)
+        assert each.get_seq_length() == 110
+        each.reorder_cache(torch.tensor([1, 0]))
+        found = []
+        for start, stop in itertools.pairwise((0, 40, 43, 69, 70)):
+            with torch.no_grad():
+                part = model(again[:, start:stop], attention_mask=seen[[1, 0], : 110 + stop], **pass_cache(each))
+            found.append(part.logits)
+        got = torch.cat(found, dim=1)
+        wanted = got if wanted is None else wanted
+        assert_near(model, got, wanted)
+    return others

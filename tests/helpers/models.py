@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
 from qada_cache.versions import pass_cache
@@ -148,6 +148,11 @@ def exact(model: PreTrainedModel, **options: Any) -> QAdACache:
     return QAdACache(model, **{"threshold": 1.0, **SMALL, **options})
 
 
+def dynamic(model: PreTrainedModel) -> DynamicCache:
+    """What every cache is compared with."""
+    return DynamicCache(config=model.config)
+
+
 def generate(model: PreTrainedModel, ids: Tensor, cache: Cache | None, *, tokens: int = 24, **options: Any) -> Any:
     """`generate()`'s whole output, raw logits included; greedy unless `options` say otherwise; always seeded."""
     torch.manual_seed(5)
@@ -206,6 +211,14 @@ def tiny_like(model: PreTrainedModel, dtype: torch.dtype, attention: str | None 
     twin = type(model)._from_config(config, attn_implementation=attention, experts_implementation="eager").eval()
     twin.load_state_dict(model.state_dict())
     return twin.to(dtype)
+
+
+def assert_same(model: PreTrainedModel, got: Any, wanted: Any) -> None:
+    """The same tokens, and logits that differ by rounding: a few times the model's own on a text like this."""
+    assert torch.equal(got.sequences, wanted.sequences)
+    budget = 4 * rounding(model, prompt(200)[0])
+    assert budget < 1e-3  # or the comparison would say nothing: logits have a standard deviation of 2
+    assert (logits_of(got) - logits_of(wanted)).abs().max() <= budget
 
 
 @contextlib.contextmanager

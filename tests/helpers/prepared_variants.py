@@ -15,6 +15,7 @@ from eval.shared.compiling import KERNELS, specialize
 from qada_cache import QAdACache, StaticHeads, prepare
 from qada_cache.kernels import choice, decode_trial, storing
 from qada_cache.kernels import triton as triton_decode
+from qada_cache.kernels.cpu import building
 from qada_cache.kernels.triton import storing as triton_storing
 from qada_cache.versions import pass_cache
 
@@ -43,6 +44,11 @@ class Launches:
         return launch
 
 
+def build_nothing(*_: Any) -> None:
+    """Kernels for CPUs take longer to build than all else that is done here."""
+    raise OSError("they are not looked at")
+
+
 @torch.inference_mode()
 def use(model: Any, options: dict[str, Any], rows: int, *, padded: bool) -> None:
     """Decode, and read short turns, after texts without a bulk, with one, and with a sketch."""
@@ -69,6 +75,7 @@ def main() -> None:
     choice.AUTO_DEVICES = storing.AUTO_DEVICES = ("cpu",)
     storing.find_storing_fault = lambda *_, **__: None
     choice.compiled_decode.supports = lambda *_: False
+    building._load = build_nothing
     choice.explain_unsupported = lambda *_: None
     model = tiny(num_hidden_layers=1, head_dim=16, max_position_embeddings=2**14)
     for name, options in SCENES.items():

@@ -20,6 +20,7 @@ class RecordScene(Scene):
 
     rung: int = 8
     rounding = 2e-5  # queries meet the sketch's codes in 16 bits
+    splits = 400, 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,8 +84,14 @@ class RecordScene(Scene):
                     needed += held[row, head, :count][read].nbytes
         return needed
 
-    def sketch_bytes(self, flags: Tensor, selected: dict[tuple[int, int], Tensor]) -> int:
-        """What is read of the sketch: by what selects, and by whole heads whose keys follow from it."""
+    def sketch_read_bytes(self, selected: dict[tuple[int, int], Tensor], flags: Tensor) -> int:
+        """By what selects, and by whole heads whose keys follow from it."""
         wanted = flags.any(2)[..., 0]
         read = [(row, head) for row in self.sketched_rows() for head in range(self.kv_heads) if wanted[row, head]]
-        return self.sketch_read_bytes({at: torch.ones(self.counts[at[0]]) for at in read})
+        return super().sketch_read_bytes({at: torch.ones(self.counts[at[0]]) for at in read}, flags)
+
+    def step_arguments(
+        self, device: str = "cpu", token_threshold: float | None = None, *, pin: bool = False, **decision: Any
+    ) -> dict[str, Any]:
+        """As `Scene`, with closed segments in pinned memory if `pin`; whole heads are read at a threshold of 0."""
+        return super().step_arguments(device, token_threshold, **decision) | self.record_arguments(device, pin=pin)

@@ -1,6 +1,9 @@
 """What is checked and bound for a layer's steps is noticed to be different, and never read where it no longer is."""
 
 import copy
+import re
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -24,8 +27,16 @@ BULK = [(1100, 5), (63, 0)]
 def arguments(**options: Any) -> dict[str, Any]:
     """What a call of an ordinary layer is told, with a sketch."""
     scene = Scene(bulk=BULK, short=(2,), bits=2, **options)
-    made = scene.arguments("cpu") | scene.decision_arguments(threshold=scene.threshold())
-    return made | scene.sketch_arguments("cpu", 1.0)
+    return scene.step_arguments("cpu", 1.0, threshold=scene.threshold())
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def swapped(tensor: Tensor) -> Tensor:
+    """The same, in another layout."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def other(part: Any) -> Any:
@@ -73,41 +84,68 @@ def test_what_is_different_is_bound_anew(name: str) -> None:
     assert (used.bound is bound) == (name in STEPS)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda kwargs: {"query": kwargs["query"].double()},
-        lambda kwargs: {"query": kwargs["query"][:-1]},
-        lambda kwargs: {"query": kwargs["query"][..., :16]},
-        lambda kwargs: {"query": kwargs["query"].repeat(1, 2, 2, 1)},
-        lambda kwargs: {"query": kwargs["query"].to("meta")},
-        lambda kwargs: {"log_bulk": kwargs["log_bulk"].double()},
-        lambda kwargs: {"log_bulk": kwargs["log_bulk"][:2]},
-        lambda kwargs: {"log_bulk": kwargs["log_bulk"][:, :, :1]},
-        lambda kwargs: {"log_bulk": kwargs["log_bulk"].transpose(1, 2).contiguous().transpose(1, 2)},
-        lambda kwargs: {"log_bulk": kwargs["log_bulk"].to("meta")},
-        lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"] + 10**6},
-        lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"] - 10**6},
-        lambda kwargs: {"bulk_lengths": kwargs["bulk_lengths"][:2]},
-        lambda kwargs: {"decided": kwargs["decided"].repeat(5, 1, 1)},
-        lambda kwargs: {name: kwargs[name].repeat(1, 1, 1, 2) for name in ("local", "pending")},
-        lambda kwargs: {name: kwargs[name].to("meta") for name in ROWS},
-        lambda kwargs: {"bulk_keys": kwargs["bulk_keys"][:, :, 50:], "bulk_values": kwargs["bulk_values"][:, :, 50:]},
-    ],
-)
-def test_a_step_is_looked_at_whatever_is_bound(change: Any) -> None:
+# Of what a step is told, in each of the ways that a kernel would read something else or elsewhere.
+WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
+    "query": [Tensor.double, lambda t: t[..., :16], lambda t: t[:-1], lambda t: t.repeat(1, 2, 2, 1), on_meta],
+    "near_keys": [Tensor.half, lambda t: t[..., :16], lambda t: t[:, :1], on_meta, lambda t: t[:-1]],
+    "near_values": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t.mT.contiguous().mT],
+    "bulk_keys": [Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], on_meta],
+    "bulk_values": [Tensor.half, lambda t: t[..., :16], lambda t: t.mT.contiguous().mT],
+    "log_bulk": [Tensor.double, lambda t: t[:-1], lambda t: t[:, :, :1], on_meta, swapped],
+    "local": [Tensor.int, lambda t: t[..., 1:], lambda t: t.repeat(2, 1, 1, 1)],
+    "pending": [Tensor.int, lambda t: t[..., 1:]],
+    "bulk_tokens": [Tensor.int, lambda t: t[:-1]],
+    "bulk_lengths": [Tensor.int, lambda t: t[:-1], lambda t: t + 10**6, lambda t: t - 10**6],
+    "decided": [Tensor.int, lambda t: t.repeat(5, 1, 1)],
+    "columns": [lambda t: t.repeat(1, 1, 1, 2)],
+    "rows": [on_meta],
+    "bulk": [lambda t: t[:, :, 50:]],
+}
+TOGETHER = {"columns": ("local", "pending"), "rows": ROWS, "bulk": ("bulk_keys", "bulk_values")}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_tensors_that_do_not_agree_are_refused(name: str) -> None:
+    """By the check that all kernels share, whatever is bound for the layer, and by the CPU's."""
     first = arguments()
     query, rows, layer = step_of(**first)
     operands.check(query, rows, layer)
-    changed = change(first)
-
-    def look() -> None:
-        other_query, other_rows, other_layer = step_of(**first | changed)
-        operands.check(other_query, other_rows, other_layer if "bulk_keys" in changed else layer)
-
-    with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
-        look()
+    names = TOGETHER.get(name, (name,))
+    of_layer = {part.name for part in fields(Operands)} & {*names}
+    for change in WRONG[name]:
+        wrong = first | {part: change(first[part]) for part in names}
+        for refuse in (operands.check, compiled_decode.fused_decode):
+            with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
+                refuse(*step_of(**wrong))
+        if not of_layer:
+            with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
+                operands.check(*step_of(**wrong)[:2], layer)
     operands.check(query, rows, layer)
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "wanted"),
+    [
+        ({"bulk_values": torch.half}, "bulk_values is float16", "not torch.float32 ["),
+        ({"log_bulk": torch.double}, "log_bulk is float64", "not float32 ["),
+        ({"decided": torch.int}, "decided is int32", "not bool ["),
+    ],
+)
+def test_an_error_names_the_tensor(change: dict[str, torch.dtype], found: str, wanted: str) -> None:
+    """What it is, and what it should be."""
+    given = arguments()
+    given |= {name: given[name].to(dtype) for name, dtype in change.items()}
+    with pytest.raises(OperandError, match=f"{re.escape(found)}.*{re.escape(wanted)}"):
+        operands.check(*step_of(**given))
+
+
+def test_other_strides_are_not_the_compiled_kernels() -> None:
+    given = arguments()
+    for name in ("near_keys", "bulk_values"):
+        shape = given[name].shape
+        wrong = given | {name: torch.zeros(*shape[:2], 2 * shape[2], shape[3])[:, :, ::2]}
+        with pytest.raises(OperandError, match=f"{name} is .* of strides .*, the last 2 dimensions contiguous"):
+            compiled_decode.fused_decode(*step_of(**wrong))
 
 
 def lay_out(part: Tensor, gap: int = 0) -> Tensor:

@@ -73,7 +73,7 @@ def test_partial_attention() -> None:
 
 
 def test_decode_step() -> None:
-    """A CPU's kernel, whatever else the operands agree on; `tests/attention/test_dtypes.py` has the rest."""
+    """A CPU's kernel, whatever else the operands agree on; `test_binding.py` has the rest."""
     scene = Scene(padding=(0,))
     given = scene.arguments("cpu") | scene.decision_arguments()
     compiled_decode.fused_decode(*step_of(**given))

@@ -15,18 +15,15 @@ from models import SMALL, forced, prompt, tiny
 from scenarios import small_buffers
 from small_sketch import small_sketch
 from stand_in import accelerator
+from steps import gpu, interpreter, small_splits
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, StaticHeads
+from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.sketch import selection
 
-pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels import triton as triton_decode
-from qada_cache.kernels.triton.kernels import INTERPRETED
-
-interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 Use = Callable[[PreTrainedModel, QAdACache, Path], tuple[Tensor, QAdACache]]
 COUNTED = (
     "decisions",
@@ -47,15 +44,7 @@ def model() -> PreTrainedModel:
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens have a sketch, and are split; it may be rough, as this model's scores lie far apart."""
     monkeypatch.setattr(selection, "UNRELIABLE", 20.0)
-    for name, value in {
-        "SPLIT_TOKENS": 20,
-        "ESTIMATE_TOKENS": 20,
-        "SELECTED_TOKENS": 20,
-        "SCAN_TOKENS": 16,
-        "SCAN_RUN": 4,
-    }.items():
-        monkeypatch.setattr(triton_decode.sizing, name, value)
-    with small_sketch(32):
+    with small_sketch(32), small_splits(20, 16):
         yield
 
 
@@ -136,8 +125,8 @@ def test_the_kernel_chooses_as_the_torch_path(
     compare(use, model, tmp_path, "cpu" if options or use is not decoded else None, **options)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and TRITON_INTERPRET=0")
-@pytest.mark.parametrize(("use", "options"), [case for case in CASES if "device_budget" not in case[1]])
+@pytest.mark.parametrize(
+    ("use", "options"), [pytest.param(*case, marks=gpu) for case in CASES if "device_budget" not in case[1]]
+)
 def test_the_kernel_chooses_as_the_torch_path_on_a_gpu(use: Use, options: dict[str, Any], tmp_path: Path) -> None:
     compare(use, tiny(num_hidden_layers=1).cuda(), tmp_path, "cuda", **options)

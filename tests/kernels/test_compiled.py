@@ -3,14 +3,13 @@
 import ctypes
 import functools
 import logging
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compilers import needs_compiler
+from compilers import compile_once, needs_compiler
 from decode_scene import Scene, step_of
 from harness import find_kernel
 from scenarios import play, small_buffers
@@ -88,7 +87,7 @@ def test_numbers_of_queries_share_builds(monkeypatch: pytest.MonkeyPatch) -> Non
     built, original = set(), cpu.build
     monkeypatch.setattr(cpu, "build", lambda *sizes: built.add(sizes[3]) or original(*sizes))
     for queries in (1, 2, 3, 4):
-        query, key, value = tensors(64, 64, queries, 70, torch.float32)
+        query, key, value = tensors(8, 8, queries, 70, torch.float32)  # of which builds are short
         found = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
         check(found, query, key, value, torch.ones(1, 1, queries, 70, dtype=torch.bool))
     assert built == {1, 2, 4}
@@ -149,14 +148,18 @@ def test_results_do_not_depend_on_torch_defaults(default: None) -> None:
 def test_admits_only_what_it_computes() -> None:
     query, key, value = tensors(64, 64, 4, 1024, torch.float32)
     assert cpu.supports(query, key, value)
-    assert not cpu.supports(query, key[:, :, 1:], value[:, :, 1:])
-    assert not cpu.supports(query.half(), key, value)
-    assert not cpu.supports(query.double(), key.double(), value.double())
-    assert not cpu.supports(query.repeat(1, 1, 5, 1), key, value)
-    assert not cpu.supports(query, key.mT.contiguous().mT, value)
-    assert not cpu.supports(query, key, value[..., ::2])
-    assert not cpu.supports(query[..., :60], key[..., :60].contiguous(), value)
-    assert not cpu.supports(*(tensor.to("meta") for tensor in (query, key, value)))
+    for wrong in (
+        *((query.half(), key, value), (query, key.half(), value), (query, key, value.half())),
+        *((query, key.to("meta"), value), (query, key, value.to("meta"))),
+        tuple(tensor.to("meta") for tensor in (query, key, value)),
+        (query.double(), key.double(), value.double()),
+        *((query.repeat(1, 1, 5, 1), key, value), (query[:, :1], key, value)),
+        *((query, key[:, :, 1:], value[:, :, 1:]), (query, key, value[:, :, :-1])),
+        *((query, key.mT.contiguous().mT, value), (query, key, value[..., ::2])),
+        (query, key[:, :, ::2], value[:, :, ::2]),
+        *((query, key[..., :16], value), (query[..., :60], key[..., :60].contiguous(), value)),
+    ):
+        assert not cpu.supports(*wrong)
 
 
 @needs_compiler
@@ -204,6 +207,7 @@ def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As in a process that has built nothing yet; its cache folder. Kernels are built as quickly as can be."""
     monkeypatch.setattr(building, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS))
+    monkeypatch.setattr(building, "run_command", compile_once)
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
     warn_once.cache_clear()
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
@@ -285,7 +289,7 @@ def test_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(command: list[str], **_: Any) -> Any:
         raise AssertionError(command)
 
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(building, "run_command", refuse)
     assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
 
 

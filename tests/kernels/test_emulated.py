@@ -22,8 +22,7 @@ def compute(scene: Scene) -> list[Tensor]:
     sizes that other tests have built."""
     for cache in CACHES:
         cache.cache_clear()
-    given = scene.arguments("cpu") | scene.decision_arguments("cpu", criterion="dense")
-    found = [*compiled_decode.fused_decode(*step_of(**given | scene.sketch_arguments("cpu", 1.0)))]
+    found = [*compiled_decode.fused_decode(*step_of(**scene.step_arguments("cpu", 1.0, criterion="dense")))]
     made = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 600, 64, generator=made)
     found += cpu.compiled_partial_attention(query[:, :, :4], key, value, scaling=0.2) or ()

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from compilers import needs_compiler
 from decode_scene import Scene
 from quick_cases import mark_rest_slow
 from record_scene import RecordScene
-from test_records import run as run_records
-from test_selected_tokens import run, share, small  # noqa: F401 - a fixture
+from steps import COMPILED, run
+from test_selected_tokens import small  # noqa: F401 - a fixture
 from test_selected_tokens import test_what_is_not_finite_shows as check_what_is_not_finite
-from test_triton import COMPILED, needs_compiler
 
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building, prompt
@@ -48,7 +48,7 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_selected_tokens(dim: int, bits: float, dtype: torch.dtype) -> None:
     scene = Scene(bulk=[(257, 5), (63, 0), (39, 9)], short=(), dim=dim, value_dim=64, group=3, dtype=dtype, bits=bits)
-    assert 0.05 < share(run(COMPILED.values[0], scene, token_threshold=scene.token_threshold())) < 0.7
+    assert 0.05 < run(COMPILED.values[0], scene).share < 0.7
 
 
 @needs_compiler
@@ -59,7 +59,7 @@ def test_selected_tokens(dim: int, bits: float, dtype: torch.dtype) -> None:
 )
 def test_records(dim: int, bits: float, dtype: torch.dtype, rung: int, token_threshold: float) -> None:
     scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dim=dim, group=3, dtype=dtype, bits=bits, rung=rung)
-    run_records(COMPILED.values[0], scene, token_threshold=token_threshold)
+    run(COMPILED.values[0], scene, token_threshold=token_threshold)
 
 
 @needs_compiler

@@ -12,34 +12,16 @@ from models import tiny
 from pair import Pair, Tally
 from quick_cases import mark_rest_slow
 from scenarios import play, small_buffers
+from steps import DEVICES
 from torch._subclasses import FakeTensorMode
 
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.kernels import choice, decode_trial
+from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Operands, Query, Rows
+from qada_cache.kernels.triton import kernels as triton_kernels
 from qada_cache.said_once import warn_once
 
-pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels import triton as triton_decode
-from qada_cache.kernels.triton import kernels as triton_kernels
-
-DEVICES = [
-    pytest.param(
-        "cpu",
-        marks=pytest.mark.skipif(not triton_kernels.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
-        id="interpreter",
-    ),
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(
-                triton_kernels.INTERPRETED or not torch.cuda.is_available(),
-                reason="needs a CUDA device and TRITON_INTERPRET=0",
-            ),
-        ],
-    ),
-]
 QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
 
 
@@ -76,7 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize(("scenario", "options"), mark_rest_slow(list(CASES.values()), 5), ids=list(CASES))
 def test_cache_with_the_kernel_equals_reference(
     scenario: str, options: dict[str, Any], device: str, launches: list[torch.device]
@@ -89,7 +71,7 @@ def test_cache_with_the_kernel_equals_reference(
     assert isinstance(pair.layer.counters.bulk_read_bytes, torch.Tensor)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 def test_same_counters_as_the_torch_path(device: str, launches: list[torch.device]) -> None:
     """Also when both paths take turns on one cache, inside and outside inference mode."""
     counted: list[tuple[int, Tally]] = []

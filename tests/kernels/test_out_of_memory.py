@@ -61,13 +61,12 @@ def fail_after(
 @needs_compiler
 def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
     """By a sketch and by whole bulks, with pending tokens; nothing is counted for a step that failed."""
-    scene = Scene(bulk=BULK, group=2, bits=1.5)
-    decision = {"criterion": "gaussian", "group_rule": "head", "threshold": scene.threshold("head")}
-    flags, threshold = scene.flags(**decision), scene.token_threshold()
+    scene = Scene(bulk=BULK[Scene], group=2, bits=1.5)
+    decision = {"group_rule": "head", "threshold": scene.threshold("head")}
+    flags, threshold = scene.flags(criterion="gaussian", **decision), scene.token_threshold()
     selected = scene.selected(flags, threshold)
     needed = scene.forget_unneeded(flags, selected)
-    arguments = scene.arguments("cpu") | scene.decision_arguments(**decision)
-    call = step_of(**arguments, **scene.sketch_arguments("cpu", threshold))
+    call = step_of(**scene.step_arguments("cpu", threshold, **decision))
     layer = call[2]
     kernels = cpu.build(torch.float32, scene.dim, scene.dim, scene.group)
     assert kernels is not None
@@ -83,13 +82,13 @@ def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
     assert torch.equal(found, flags)
     scene.check(out, flags, selected)
     assert layer.bulk_read_bytes.item() == needed
-    assert layer.sketch_read_bytes.item() == scene.sketch_read_bytes(selected)
+    assert layer.sketch_read_bytes.item() == scene.sketch_read_bytes(selected, flags)
 
 
 @needs_compiler
 def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
-    query, key, value = tensors(64, 64, 4, 1100, torch.float32)
-    kernels = cpu.build(torch.float32, 64, 64, 4)
+    query, key, value = tensors(32, 32, 2, 1100, torch.float32)  # of the same build as a step's
+    kernels = cpu.build(torch.float32, 32, 32, 2)
     assert kernels is not None
 
     def attend(allocations: int) -> tuple[Tensor, Tensor] | None:
@@ -101,7 +100,7 @@ def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> No
             attend(allocations)
     found = attend(2)
     assert found is not None
-    check(found, query, key, value, torch.ones(1, 1, 4, 1100, dtype=torch.bool))
+    check(found, query, key, value, torch.ones(1, 1, 2, 1100, dtype=torch.bool))
 
 
 @needs_compiler
@@ -109,8 +108,7 @@ def test_threads_that_end_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     """Of a server's, each of which has helpers of its own for a while: what these keep between steps goes with them."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     scene = Scene(bulk=[(20_000, 0)], short=(), kv_heads=8, group=16, dim=16, bits=1)
-    arguments = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1e-30)
-    call = step_of(**arguments, **scene.decision_arguments(criterion="dense"))
+    call = step_of(**scene.step_arguments("cpu", 1e-30, criterion="dense"))
     used = []
     for _ in range(40):
         thread = threading.Thread(target=compiled_decode.fused_decode, args=call)

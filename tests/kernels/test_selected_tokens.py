@@ -1,77 +1,43 @@
-"""Reading selected tokens in a fused decode step, against float64: by the torch reference and by every kernel."""
+"""Bulks with a sketch, and bulks of records, in a fused decode step, against float64: by the torch reference and by
+every kernel."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from compilers import needs_compiler
 from decode_scene import Scene, step_of
 from quick_cases import mark_rest_slow
 from record_scene import RecordScene
 from sketch_reference import BITS
 from small_sketch import small_sketch
-from test_triton import COMPILED, GPU, KERNEL, REFERENCE, Path
+from steps import COMPILED, EVERY, GPU, KERNEL, REFERENCE, Path, run, small_splits
 from torch import Tensor
 
-from qada_cache.kernels import cpu, decode_reference
+from qada_cache.kernels import cpu, decode_reference, operands
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.choice import choose_kernel
-from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.cpu.building import has_compiler
 from qada_cache.kernels.cpu.compiled_decode import fused_parts
-from qada_cache.sketch import Layout, selection
+from qada_cache.kernels.operands import OperandError
+from qada_cache.sketch import Layout, coded, selection
 from qada_cache.sketch.codec import Sketch
 
-COMPILED_ONLY = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
-EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
-BULK = [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)]
+BULK: dict[type[Scene], list[tuple[int, int]]] = {
+    Scene: [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)],
+    RecordScene: [(777, 5), (39, 1), (1153, 0)],
+}
+EACH_KIND = pytest.mark.parametrize("kind", BULK)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of few tokens have a sketch, and are split; four query heads of a group are merged at once."""
-    monkeypatch.setattr(cpu, "THREAD_TOKENS", 50)
-    small = {
-        "SPLIT_TOKENS": 100,
-        "ESTIMATE_TOKENS": 100,
-        "SELECTED_TOKENS": 100,
-        "SCAN_TOKENS": 16,
-        "SCAN_RUN": 4,
-        "PART_BYTES": 2048,
-    }
-    for name, value in small.items():
-        monkeypatch.setattr(triton_decode.sizing, name, value)
-    with small_sketch(40):
+    monkeypatch.setattr(triton_decode.sizing, "PART_BYTES", 2048)
+    with small_sketch(40), small_splits(*Scene.splits):
         yield
-
-
-def run(path: Path, scene: Scene, *, token_threshold: float, **decision: Any) -> dict[tuple[int, int], Tensor]:
-    """Compute, and compare flags, outputs and bytes read with float64's; tokens that are not to be read are nan.
-
-    On a CPU by one thread, which does a few heads at a time, and by so many that heads are split.
-    """
-    function, device = path
-    flags = scene.flags(**{"criterion": "dense"} | decision)
-    selected = scene.selected(flags, token_threshold)
-    needed = scene.forget_unneeded(flags, selected)
-    for threads in (1, 16) if function is compiled_decode.fused_decode else (1,):
-        arguments = scene.arguments(device) | scene.decision_arguments(device, **{"criterion": "dense"} | decision)
-        arguments |= scene.sketch_arguments(device, token_threshold)
-        with mock.patch.object(torch, "get_num_threads", lambda threads=threads: threads):
-            out, found = function(*step_of(**arguments))
-        assert torch.equal(found.cpu(), flags)
-        scene.check(out.cpu(), flags, selected)
-        assert arguments["bulk_read_bytes"].item() == needed
-        assert arguments["sketch_read_bytes"].item() == scene.sketch_read_bytes(selected)
-    return selected
-
-
-def share(selected: dict[tuple[int, int], Tensor]) -> float:
-    """Of the tokens of sketched heads, how many are read."""
-    return float(torch.cat(list(selected.values())).float().mean())
 
 
 SIZES = [  # of each dtype with each dimension there are cases without a sketch
@@ -82,6 +48,7 @@ SIZES = [  # of each dtype with each dimension there are cases without a sketch
     (256, 256, torch.float16),
     (512, 64, torch.float32),  # more channels than a byte numbers
 ]
+ALL = {"token_threshold": 0.0}  # are read of each head
 # Two of the numbers of bits for each of the sizes, every one with several.
 SIZES_AND_BITS = [(*size, BITS[(index + more) % len(BITS)]) for index, size in enumerate(SIZES) for more in (0, 2)]
 
@@ -90,18 +57,59 @@ SIZES_AND_BITS = [(*size, BITS[(index + more) % len(BITS)]) for index, size in e
 @pytest.mark.parametrize(("dim", "value_dim", "dtype", "bits"), mark_rest_slow(SIZES_AND_BITS, 6))
 def test_dtypes_dimensions_bits(path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: float) -> None:
     scene = Scene(bulk=[(111, 9), (63, 0), (39, 1)], short=(2,), dim=dim, value_dim=value_dim, dtype=dtype, bits=bits)
-    assert 0.05 < share(run(path, scene, token_threshold=scene.token_threshold())) < 0.7
+    assert 0.05 < run(path, scene).share < 0.7
+
+
+# Sizes that fill blocks and such that do not, words and bytes, one, two and three terms of weights.
+SIZES_OF_RECORDS = [
+    (64, 64, torch.float32, 1.5, 1, 8),
+    (64, 64, torch.bfloat16, 1.5, 3, 4),
+    (128, 128, torch.bfloat16, 2, 4, 8),
+    (80, 96, torch.float16, 1, 3, 4),
+    (96, 80, torch.float32, 4, 2, 8),
+    (128, 128, torch.float32, 1.5, 7, 4),
+    (80, 80, torch.bfloat16, 1.5, 8, 8),
+    (24, 8, torch.float32, 3, 5, 8),
+    (8, 16, torch.bfloat16, 2, 1, 4),
+    (256, 64, torch.float16, 1.5, 3, 8),
+    (256, 256, torch.float16, 1.5, 1, 8),
+]
 
 
 @EVERY
-@pytest.mark.parametrize(("group", "group_rule"), [(7, "head"), (16, "head"), (3, "any")])
-def test_decided_heads(path: Path, group: int, group_rule: str) -> None:
-    """Only long-context heads ask for tokens, and what one asks for all of them read."""
-    scene = Scene(bulk=BULK, group=group, dtype=torch.bfloat16, bits=2)
-    decision = {"criterion": "gaussian", "threshold": scene.threshold(group_rule), "group_rule": group_rule}
-    asked = 0.1 if group > 8 else 0.2  # by each head; all of what one asks for is read
-    selected = run(path, scene, token_threshold=scene.token_threshold(asked), **decision)
-    assert 0.02 < share(selected) < 0.8
+@pytest.mark.parametrize("selects", [True, False])
+@pytest.mark.parametrize(("dim", "value_dim", "dtype", "bits", "group", "rung"), mark_rest_slow(SIZES_OF_RECORDS, 5))
+def test_records(
+    path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: float, group: int, rung: int, selects: bool
+) -> None:
+    """Of a row that lies in records, and of a short one."""
+    sizes = {"dim": dim, "value_dim": value_dim, "dtype": dtype, "bits": bits, "group": group, "rung": rung}
+    step = run(path, RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, **sizes), **{} if selects else ALL)
+    assert not selects or 0.05 < step.share < 0.9
+
+
+RULES = (7, "head"), (4, "any")
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("kind", "group", "group_rule", "asked"),
+    [
+        *((Scene, 7, "head", 0.2), (Scene, 16, "head", 0.1), (Scene, 3, "any", 0.2)),
+        *((RecordScene, 1, "head", 0.1), *((RecordScene, *rule, asked) for rule in RULES for asked in (0.1, 0))),
+    ],
+)
+def test_decided_heads(path: Path, kind: type[Scene], group: int, group_rule: str, asked: float) -> None:
+    """Only long-context heads read: all, or tokens, so many for each head; what one asks for all of them read."""
+    scene = kind(bulk=BULK[kind], group=group, dtype=torch.bfloat16, bits=2)
+    decision = {"threshold": scene.threshold(group_rule), "group_rule": group_rule}
+    step = run(path, scene, token_threshold=scene.token_threshold(asked) if asked else 0, **decision)
+    assert not asked or 0.02 < step.share < 0.8
+
+
+@pytest.mark.parametrize("path", [REFERENCE, COMPILED])
+def test_large_groups_over_records(path: Path) -> None:
+    test_decided_heads(path, RecordScene, 16, "head", 0.1)
 
 
 @pytest.mark.parametrize("path", [REFERENCE, COMPILED])
@@ -110,19 +118,34 @@ def test_values_in_keys(path: Path, dtype: torch.dtype) -> None:
     """As latents are: one key for all heads, whose first channels are the value."""
     sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 64, "shared": True}
     scene = Scene(bulk=[(257, 5), (39, 9), (63, 0)], dtype=dtype, bits=2, **sizes)
-    decision = {"criterion": "gaussian", "threshold": scene.threshold()}
-    assert 0.02 < share(run(path, scene, token_threshold=scene.token_threshold(0.1), **decision)) < 0.8
+    step = run(path, scene, token_threshold=scene.token_threshold(0.1), threshold=scene.threshold())
+    assert 0.02 < step.share < 0.8
 
 
-@COMPILED_ONLY
-@pytest.mark.parametrize("kind", [Scene, RecordScene])
+@pytest.mark.parametrize("path", [REFERENCE, COMPILED])
+@pytest.mark.parametrize("selects", [True, False])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "group", "dtype", "rung"),
+    [(72, 64, 9, torch.float32, 4), (72, 64, 9, torch.bfloat16, 8), (576, 512, 16, torch.bfloat16, 8)],
+)
+def test_values_in_keys_of_records(
+    path: Path, dim: int, value_dim: int, group: int, dtype: torch.dtype, rung: int, selects: bool
+) -> None:
+    """Likewise, where the channels are decoded."""
+    sizes = {"kv_heads": 1, "group": group, "dim": dim, "value_dim": value_dim, "shared": True}
+    scene = RecordScene(bulk=[(769, 5), (0, 1), (63, 0), (1324, 70)], dtype=dtype, bits=1.5, rung=rung, **sizes)
+    asked = scene.token_threshold(0.1) if selects else 0
+    step = run(path, scene, token_threshold=asked, threshold=scene.threshold())
+    assert not selects or 0.02 < step.share < 0.8
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", BULK)
 def test_more_heads_than_a_kernel_takes(kind: type[Scene], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are parts, each of which decides and selects as if it were alone; what several read counts once."""
     scene = kind(bulk=[(257, 5)], short=(), kv_heads=1, group=20, dim=72, value_dim=64, shared=True, bits=2)
     theta = scene.token_threshold(0.1)
-    told = scene.arguments("cpu") | scene.decision_arguments(threshold=scene.threshold())
-    told |= scene.record_arguments("cpu") if isinstance(scene, RecordScene) else {}
-    query, rows, layer = step_of(**told | scene.sketch_arguments("cpu", theta))
+    query, rows, layer = step_of(**scene.step_arguments("cpu", theta, threshold=scene.threshold()))
     monkeypatch.setattr(cpu, "MIN_TOKENS", 200)
     call = query.states, layer.bulk_keys, layer.bulk_values, "gaussian", "auto"
     assert choose_kernel(*call, records=layer.records) is fused_parts
@@ -137,14 +160,15 @@ def test_more_heads_than_a_kernel_takes(kind: type[Scene], monkeypatch: pytest.M
         assert torch.equal(flags[:, :, part], decided)
         read |= (scene.log_shares(0, 0)[part] >= math.log(theta))[decided[0, 0, :, 0]].any(dim=0)
     assert layer.bulk_read_bytes == read.sum() * (layer.records.layout.size if layer.records else 72 * 4)
-    assert layer.sketch_read_bytes == scene.sketch_read_bytes({(0, 0): read})
+    assert layer.sketch_read_bytes == scene.sketch_read_bytes({(0, 0): read}, flags)
     assert 0.02 < read.float().mean() < 0.9
 
 
 @EVERY
-def test_from_no_token_to_all(path: Path) -> None:
-    for token_threshold, expected in ((1e-30, 1.0), (1e9, 0.0)):
-        assert share(run(path, Scene(bulk=BULK, bits=2), token_threshold=token_threshold)) == expected
+@EACH_KIND
+@pytest.mark.parametrize(("token_threshold", "expected"), [(1e-30, 1.0), (1e9, 0.0)])
+def test_from_no_token_to_all(path: Path, kind: type[Scene], token_threshold: float, expected: float) -> None:
+    assert run(path, kind(bulk=BULK[kind], bits=2), token_threshold=token_threshold).share == expected
 
 
 @EVERY
@@ -157,9 +181,9 @@ def test_rows_of_several_segments(path: Path) -> None:
             part[:, 512:] *= torch.linspace(0.5, 2, 24)
             part[:, 512:] += torch.linspace(-1, 1, 24)
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    selected = run(path, scene, token_threshold=scene.token_threshold())
-    assert len(selected) == 8
-    assert 0.05 < share(selected) < 0.7
+    step = run(path, scene)
+    assert len(step.selected) == 8
+    assert 0.05 < step.share < 0.7
 
 
 @EVERY
@@ -169,14 +193,18 @@ def test_values_that_follow_keys(path: Path) -> None:
     keys = scene.keys[0] - scene.keys[0][:, 3:260].mean(dim=1, keepdim=True)
     scene.values[0][:, 3:260] = scene.stored[1][0, :, :257] = keys.flip(2)[:, 3:260]
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    assert share(run(path, scene, token_threshold=1e9)) == 0
+    assert run(path, scene, token_threshold=1e9).share == 0
 
 
 @EVERY
-def test_padding_queries_and_rows_alike(path: Path) -> None:
-    run(path, Scene(bulk=BULK, padding=(0, 3), bits=2), token_threshold=1.0)
-    scene = Scene(bulk=[(111, 3)] * 2, short=(), bits=2)
-    run(path, scene, token_threshold=scene.token_threshold())
+@EACH_KIND
+def test_padding_queries(path: Path, kind: type[Scene]) -> None:
+    run(path, kind(bulk=BULK[kind], padding=(0, 3), bits=2), token_threshold=1.0)
+
+
+@EVERY
+def test_rows_alike(path: Path) -> None:
+    run(path, Scene(bulk=[(111, 3)] * 2, short=(), bits=2))
 
 
 @EVERY
@@ -186,8 +214,7 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
     scene.keys[0][:, 100] = 6 * scene.query[0, :, 0]
     scene.stored[0][0, :, 100 - 3] = scene.keys[0][:, 100]
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    selected = run(path, scene, token_threshold=2.0)
-    for tokens in selected.values():
+    for tokens in run(path, scene, token_threshold=2.0).selected.values():
         assert tokens[100 - 3]
         assert tokens.sum() < 10
 
@@ -205,7 +232,7 @@ def test_the_rest_is_a_sum_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatc
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
     for head in range(2):
         assert scene.estimates(0, head).max() > 101 + 20  # by more than 2 ** 24 times
-    for tokens in run(path, scene, token_threshold=1e-4).values():
+    for tokens in run(path, scene, token_threshold=1e-4).selected.values():
         assert tokens.nonzero()[:, 0].tolist() == list(range(100 - 3, 150 - 3))
 
 
@@ -221,8 +248,7 @@ def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
         (scene.values if buffer else scene.keys)[0][1, 3 + token, 7] = bad
         scene.stored[buffer][0, 1, token, 7] = bad
         scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-        arguments = scene.arguments(device) | scene.sketch_arguments(device, 1.0)
-        out, _ = function(*step_of(**arguments, **scene.decision_arguments(device, criterion="dense")))
+        out, _ = function(*step_of(**scene.step_arguments(device, 1.0, criterion="dense")))
         assert out[0].isfinite().all(-1).flatten().tolist() == [True] * 2 + [False] * 2
 
 
@@ -247,21 +273,36 @@ def test_long_rows(path: Path, heavy: str) -> None:
         for keys in (scene.keys[0][0, 3 : 3 + 5100], scene.stored[0][0, 0, :5100]):
             keys[marked] += 0.7 * scene.query[0, :, 0].mean(dim=0)
         scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    selected = run(path, scene, token_threshold=scene.token_threshold(0.1))
-    assert 0.05 < share(selected) < 0.3
+    assert 0.05 < run(path, scene, token_threshold=scene.token_threshold(0.1)).share < 0.3
 
 
 @EVERY
-@pytest.mark.parametrize(("group", "group_rule"), [(1, "head"), (4, "head"), (3, "any")])
-def test_a_sketch_that_is_too_rough(path: Path, group: int, group_rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "group", "group_rule"),
+    [(Scene, 1, "head"), (Scene, 4, "head"), (Scene, 3, "any"), (RecordScene, 1, "head"), (RecordScene, 4, "head")],
+)
+def test_a_sketch_that_is_too_rough(
+    path: Path, kind: type[Scene], group: int, group_rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All is read by the groups of which a long-context head has a query that is too long for it, and by no other."""
-    scene = Scene(bulk=BULK, group=group, dtype=torch.bfloat16, bits=2)
-    decision = {"criterion": "gaussian", "threshold": scene.threshold(group_rule), "group_rule": group_rule}
-    flags = scene.flags(**decision)
-    cut, reliable = scene.rough_for_some(flags)
+    scene = kind(bulk=BULK[kind], group=group, dtype=torch.bfloat16, bits=2)
+    decision = {"threshold": scene.threshold(group_rule), "group_rule": group_rule}
+    cut, reliable = scene.rough_for_some(scene.flags(**{"criterion": "gaussian"} | decision))
     monkeypatch.setattr(selection, "UNRELIABLE", cut)
     monkeypatch.setattr(selection, "NOISE_SHARE", 0.0)
-    assert len(run(path, scene, token_threshold=1.0, **decision)) == reliable > 0
+    assert len(run(path, scene, token_threshold=1.0, **decision).selected) == reliable > 0
+
+
+@pytest.mark.parametrize("path", [KERNEL])
+@pytest.mark.parametrize(("dim", "copied", "step"), [(128, (), 32), (80, (), 4), (80, ("cpu",), 32)])
+def test_where_records_lie(
+    path: Path, dim: int, copied: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a bus or behind it, and at multiples of how many bytes."""
+    monkeypatch.setattr(triton_decode.sizing, "COPIED", copied)
+    monkeypatch.setitem(coded.STRIDES, "cpu", step)
+    sizes = {"dim": dim, "value_dim": dim, "dtype": torch.bfloat16, "bits": 1.5, "group": 4}
+    run(path, RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, **sizes))
 
 
 def apart(tensor: Tensor) -> Tensor:
@@ -284,15 +325,37 @@ WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("function", [compiled_decode.fused_decode, triton_decode.fused_decode])
 @pytest.mark.parametrize("name", WRONG)
-def test_refuses_a_sketch_of_something_else(name: str, function: Callable) -> None:
-    scene = Scene(bulk=BULK, bits=2)
-    given = scene.arguments("cpu") | scene.sketch_arguments("cpu", 1.0) | scene.decision_arguments(criterion="dense")
+def test_a_sketch_of_something_else_is_refused(name: str) -> None:
+    given = Scene(bulk=BULK[Scene], bits=2).step_arguments("cpu", 1.0, criterion="dense")
+    operands.check(*step_of(**given))
     for change in (*WRONG[name], apart):
         wrong = replace(given["sketch"], **{name: change(getattr(given["sketch"], name))})
-        with pytest.raises(ValueError, match="cannot read these tensors as those of one layer"):
-            function(*step_of(**given | {"sketch": wrong}))
+        with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
+            operands.check(*step_of(**given | {"sketch": wrong}))
+
+
+@pytest.mark.parametrize("path", [COMPILED, KERNEL, GPU])
+def test_what_records_and_sketch_do_not_hold_is_refused(path: Path) -> None:
+    """By every kernel, before it reads."""
+    function, device = path
+    given = RecordScene(bulk=[(1100, 9), (900, 0)], short=(), bits=2).step_arguments(device, 1.0, criterion="dense")
+    records, sketch = given["records"], given["sketch"]
+    parts = {"codes": sketch.codes[..., :1040].clone(), "scales": sketch.scales[..., :1040].clone()}
+    shortened = replace(sketch, **parts)  # which ends in the open segment
+    for name, bad in (
+        ("units", {"sketch": replace(sketch, units=sketch.units.double())}),
+        ("records", {"records": replace(records, tensor=records.tensor[..., 1:])}),
+        ("records", {"records": replace(records, tensor=records.tensor.to("meta"))}),
+        ("open_records", {"records": replace(records, open=records.open[:, :1].clone())}),
+        ("record_weights", {"records": replace(records, weights=records.weights.double())}),
+        ("scales", {"sketch": shortened}),
+        ("bulk_lengths is 1100", {"records": replace(records, tensor=records.tensor[:, :, :500].clone())}),
+        ("bulk_lengths is 588", {"records": replace(records, open=records.open[:, :, :587].clone())}),
+        ("bulk_lengths is 588", {n: given[n][:, :, :587].clone() for n in ("bulk_keys", "bulk_values")}),
+    ):
+        with pytest.raises(OperandError, match=name):
+            function(*step_of(**given | bad))
 
 
 @pytest.mark.parametrize("bits", BITS)

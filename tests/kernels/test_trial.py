@@ -15,20 +15,17 @@ from models import tiny
 from pair import Pair
 from planted import WRONG, WRONG_RECORDS, WRONG_SKETCHES, plant
 from scenarios import small_buffers
+from steps import gpu, interpreter
 from torch import Tensor
 
 from qada_cache import QAdACache
-from qada_cache.kernels import choice, decode_trial, reference
+from qada_cache.kernels import choice, decode_trial, reference, turn
+from qada_cache.kernels import triton as decode
 from qada_cache.kernels.operands import Query, Rows
+from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.said_once import warn_once
 from qada_cache.sketch import MIN_TOKENS, Layout
 from qada_cache.sketch.coded import RecordLayout, Records
-
-pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from qada_cache.kernels import triton as decode
-from qada_cache.kernels import turn
-from qada_cache.kernels.triton.kernels import INTERPRETED
-from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.versions import pass_cache
 
 CPU = torch.device("cpu")
@@ -36,9 +33,6 @@ LAYOUT = Layout.from_bits(32, 2)
 QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
 SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "layout": None, "records": None, "pinned": False}
 CODED: dict[str, Any] = {"layout": LAYOUT, "records": RecordLayout.from_bits(32, 32, 8)}
-interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-no_gpu = INTERPRETED or not torch.cuda.is_available()
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(no_gpu, reason="needs a CUDA device and TRITON_INTERPRET=0")]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +109,7 @@ def test_turns_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is off by" in str(found)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (128, 7), (256, 1)])
 @pytest.mark.parametrize(("bits", "rung"), [(None, 16), (1.5, 16), (1.5, 8), (1.5, 4)])

@@ -16,16 +16,13 @@ from qada_cache.sketch.codec import Sketch, list_fields
 from qada_cache.sketch.coded import RecordLayout, code_tokens, estimate_keys
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from test_triton import gpu, interpreter
+from steps import DEVICES, interpreter
 
 from qada_cache.kernels.triton import coding, decoding, deriving, recording
 from qada_cache.kernels.triton.kernels import INTERPRETED
 
 SEGMENT = 32
 ROWS, HEADS, BEFORE, BEHIND = 3, 2, 2, 90  # rows of a sketch; segments in front; room for tokens behind
-DEVICES = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=interpreter, id="interpreter"), pytest.param("cuda", marks=gpu, id="gpu")]
-)
 OF_TOKENS = "codes", "scales"
 
 

@@ -8,13 +8,9 @@ from qada_cache.kernels import copying as dispatch
 from qada_cache.kernels.copying import find_copier, find_copying_fault
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from test_triton import gpu, interpreter
+from steps import DEVICES, interpreter
 
 from qada_cache.kernels.triton import copying
-
-DEVICES = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=interpreter, id="interpreter"), pytest.param("cuda", marks=gpu, id="gpu")]
-)
 
 
 def draw(tokens: int, dim: int, dtype: torch.dtype, device: str) -> Tensor:

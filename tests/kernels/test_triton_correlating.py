@@ -11,15 +11,12 @@ from qada_cache.kernels import correlating as dispatch
 from qada_cache.kernels.correlating import find_correlating_fault, take_in_by_torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from test_triton import gpu, interpreter
+from steps import DEVICES, interpreter
 
 from qada_cache.kernels.triton import correlating
 
 ROWS, HEADS = 2, 2
 EPSILON = torch.finfo(torch.float32).eps
-DEVICES = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=interpreter, id="interpreter"), pytest.param("cuda", marks=gpu, id="gpu")]
-)
 
 
 def draw(tokens: int, dim: int, dtype: torch.dtype, device: str, mean: float) -> Tensor:

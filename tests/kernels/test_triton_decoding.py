@@ -12,7 +12,8 @@ from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import RecordLayout, code_tokens, decode_keys, decode_values, estimate_keys
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from test_triton_coding import DEVICES, HEADS, ROWS, SEGMENT, make_keys
+from steps import DEVICES
+from test_triton_coding import HEADS, ROWS, SEGMENT, make_keys
 
 from qada_cache.kernels.triton import decoding
 

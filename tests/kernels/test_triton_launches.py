@@ -13,7 +13,7 @@ from record_scene import RecordScene
 from small_sketch import small_sketch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from test_triton import interpreter
+from steps import Launched, interpreter
 
 from eval.shared import launch_time
 from qada_cache.decode_graph.capturing import GRAPHS
@@ -22,7 +22,6 @@ from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.triton import scratch, storing
 from qada_cache.kernels.triton.scratch import Scratch
 
-KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
 CPU = torch.device("cpu")
 
 
@@ -31,27 +30,6 @@ def small() -> Iterator[None]:
     """Rows of few tokens have a sketch."""
     with small_sketch(40):
         yield
-
-
-class Launched:
-    """Stands in for a kernel."""
-
-    def __init__(self, name: str, launched: list[str]) -> None:
-        self.name, self.launched = name, launched
-
-    def __getitem__(self, grid: Any) -> Any:
-        assert min(grid) > 0
-        return lambda *_, **__: self.launched.append(self.name)
-
-
-def make_arguments(scene: Scene, **decision: Any) -> dict[str, Any]:
-    """Of a step that counts its bytes and, with a sketch, selects tokens."""
-    made = scene.arguments("cpu") | scene.decision_arguments(**decision)
-    if scene.bits:
-        made |= scene.sketch_arguments("cpu", scene.token_threshold())
-    if isinstance(scene, RecordScene):
-        made |= scene.record_arguments("cpu")
-    return made
 
 
 @pytest.mark.parametrize(
@@ -64,22 +42,17 @@ def make_arguments(scene: Scene, **decision: Any) -> dict[str, Any]:
     ],
 )
 def test_what_a_step_launches_and_allocates(
-    kind: type[Scene], sizes: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: type[Scene], sizes: dict[str, Any], expected: list[str], launched: list[Any]
 ) -> None:
     """Three kernels at most; from the second step on nothing but the two tensors that are handed out."""
-    launched: list[str] = []
-
-    for name in KERNELS:
-        monkeypatch.setattr(triton_decode, name, Launched(name, launched))
-    scene = kind(**({"bulk": [(777, 9), (39, 0)]} | sizes))
-    made = make_arguments(scene)
+    made = kind(**({"bulk": [(777, 9), (39, 0)]} | sizes)).step_arguments()
     call = step_of(**made)
     triton_decode.fused_decode(*call)
-    assert launched == expected
+    assert [name for name, _ in launched] == expected
     call = *step_of(**made)[:2], call[2]
     with Operations() as found:
         triton_decode.fused_decode(*call)
-    assert launched == 2 * expected
+    assert [name for name, _ in launched] == 2 * expected
     assert list(map(str, found.called)) == ["aten.new_empty.default"] * 2
 
 
@@ -92,7 +65,7 @@ def test_layers_take_turns() -> None:
         RecordScene(bulk=[(777, 9)], short=(2,), bits=2, group=4, kv_heads=1),
         Scene(bulk=[(63, 1)], short=(2,), dim=64),
     ):
-        made = make_arguments(scene, threshold=scene.threshold())
+        made = scene.step_arguments(threshold=scene.threshold())
         held.append((made, step_of(**made)[2]))
     for factor in (1.0, 0.8):
         for made, layer in held:
@@ -105,11 +78,8 @@ def test_layers_take_turns() -> None:
 
 @pytest.mark.parametrize(("sketch", "launches"), [("0", 3), ("1.5", 4), ("1.5+8", 4)])
 @torch.no_grad()
-def test_a_layers_whole_step(sketch: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layers_whole_step(sketch: str, launches: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Storing, the criterion and the kernels, as a model asks for them; and that a graph leaves none of it."""
-    launched: list[str] = []
-    for name in KERNELS:
-        monkeypatch.setattr(triton_decode, name, Launched(name, launched))
     monkeypatch.setattr(storing, "store_kernel", Launched("store_kernel", launched))
     monkeypatch.setattr(launch_time, "LAYERS", 2)
     monkeypatch.setattr("qada_cache.attention.plan.CHECKS", False)

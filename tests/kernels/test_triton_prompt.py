@@ -19,7 +19,7 @@ from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from test_triton import interpreter
+from steps import interpreter
 
 from qada_cache.kernels.triton import selected_prompt
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from drawn import random
 from torch import Tensor
 
 from qada_cache.kernels import storing as dispatch
@@ -14,23 +15,19 @@ from qada_cache.kernels.storing import find_storing_fault, make_storer
 from qada_cache.key_moments.running import flatten
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from test_triton import gpu, interpreter
+from steps import DEVICES, interpreter
 
 from qada_cache.kernels.triton import storing
 
 ROWS, KV_HEADS, COLUMNS, SCALING = 2, 2, 7, 0.25
-DEVICES = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=interpreter, id="interpreter"), pytest.param("cuda", marks=gpu, id="gpu")]
-)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_moments(rows: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, covariance and tokens of so many rows, float64."""
-    mean, spread = draw(rows, KV_HEADS, dim, seed=seed).double(), draw(rows, KV_HEADS, dim, dim, seed=seed + 1).double()
+    mean, spread = (
+        random(rows, KV_HEADS, dim, seed=seed).double(),
+        random(rows, KV_HEADS, dim, dim, seed=seed + 1).double(),
+    )
     return mean, spread @ spread.mT / dim, torch.arange(rows).double().view(-1, 1, 1, 1) * 90 + 100
 
 
@@ -61,8 +58,8 @@ def test_estimates_equal_the_reference(
 ) -> None:
     """Within the budget that torch's estimate has in `test_criterion.py`, row by row and head by head."""
     monkeypatch.setattr(storing, "HEADS", heads)
-    query = draw(ROWS, KV_HEADS * group, 1, dim).to(dtype)
-    new = [draw(ROWS, KV_HEADS, 1, size, seed=1).to(dtype) for size in (dim, value_dim)]
+    query = random(ROWS, KV_HEADS * group, 1, dim).to(dtype)
+    new = [random(ROWS, KV_HEADS, 1, size, seed=1).to(dtype) for size in (dim, value_dim)]
     both = [make_moments(1, dim, 2), make_moments(ROWS, dim, 4)]
     asked, near = store(query, new, [to_told(each, device) for each in both], 5, device)
     assert asked.log_bulk is not None
@@ -89,7 +86,7 @@ def test_estimates_equal_the_reference(
 @DEVICES
 def test_what_says_nothing(device: str) -> None:
     """Of two estimates a number comes before a nan, and infinities stay; without moments tokens are stored alone."""
-    query, new = draw(4, KV_HEADS, 1, 8), [draw(4, KV_HEADS, 1, 8, seed=1)] * 2
+    query, new = random(4, KV_HEADS, 1, 8), [random(4, KV_HEADS, 1, 8, seed=1)] * 2
     mean, covariance, _ = to_told(make_moments(1, 8, 2), device)
     first, second = ([math.nan, 1.0, math.inf, -math.inf], [2.0, math.nan, 3.0, -math.inf])
     told = [(mean, covariance, torch.tensor(part, device=device).view(4, 1, 1, 1)) for part in (first, second)]
@@ -106,9 +103,9 @@ def test_what_says_nothing(device: str) -> None:
 @DEVICES
 def test_tokens_as_models_lay_them_out(device: str) -> None:
     """Columns of a product of all heads, at a place that a graph has; or with gaps between channels."""
-    both = draw(ROWS, 1, 2 * KV_HEADS, 8).transpose(1, 2)
-    query, place = draw(ROWS, KV_HEADS, 1, 8), torch.tensor([3], device=device)
-    wide = draw(ROWS, KV_HEADS, 1, 16, seed=3)[..., ::2]
+    both = random(ROWS, 1, 2 * KV_HEADS, 8).transpose(1, 2)
+    query, place = random(ROWS, KV_HEADS, 1, 8), torch.tensor([3], device=device)
+    wide = random(ROWS, KV_HEADS, 1, 16, seed=3)[..., ::2]
     for new in (list(both.split(KV_HEADS, dim=1)), [wide, wide]):
         _, near = store(query, new, [], place, device)
         for held, part in zip(near, new, strict=True):

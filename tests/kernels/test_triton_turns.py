@@ -23,39 +23,23 @@ from qada_cache.storage import row_tensors
 from qada_cache.versions import pass_cache
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
-from test_triton import interpreter
+from steps import interpreter, small_splits
 
-from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.triton import turn
 from qada_cache.kernels.triton.turn import fused_turn
 
-KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
-
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small() -> Iterator[None]:
     """Rows of few tokens have a sketch, in segments, and are split."""
-    for name, value in {
-        "SPLIT_TOKENS": 64,
-        "ESTIMATE_TOKENS": 64,
-        "SELECTED_TOKENS": 64,
-        "SCAN_TOKENS": 32,
-        "SCAN_RUN": 4,
-    }.items():
-        monkeypatch.setattr(triton_decode.sizing, name, value)
-    with small_sketch(40, 64), mock.patch.object(row_tensors, "GRANULE", 8):
+    with small_sketch(40, 64), small_splits(64, scan=32), mock.patch.object(row_tensors, "GRANULE", 8):
         yield
 
 
 def make_turn(scene: Scene, queries: int) -> tuple[Query, Rows, Operands]:
     """Of a scene's rows: their newest tokens, each of which sees what came before it; one, of one row, is padding."""
     made = torch.Generator().manual_seed(queries)
-    told = scene.arguments("cpu") | scene.decision_arguments()
-    if scene.bits:
-        told |= scene.sketch_arguments("cpu", scene.token_threshold() if scene.sketched_rows() else 1.0)
-    if isinstance(scene, RecordScene):
-        told |= scene.record_arguments("cpu")
-    query, rows, layer = step_of(**told)
+    query, rows, layer = step_of(**scene.step_arguments("cpu", None if scene.sketched_rows() else 1.0))
     noise = torch.randn(*query.states.shape[:2], queries, scene.dim, generator=made)
     states = (query.states + 0.5 * noise).to(scene.dtype)
     assert query.log_bulk is not None
@@ -175,11 +159,10 @@ LAUNCH_NOTHING = {"new_empty", "_unsafe_view"}  # beside views
 
 @pytest.mark.parametrize("kv_heads", [1, 6])
 @pytest.mark.parametrize(("queries", "blocks"), [(2, 1), (112, 1), (112, 4)])
-def test_what_a_turn_costs_the_host(queries: int, blocks: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_turn_costs_the_host(
+    queries: int, blocks: int, kv_heads: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three launches and two operations a block, however many tokens and heads; and nothing comes to the host."""
-    launched: list[str] = []
-    for name in KERNELS:
-        monkeypatch.setattr(triton_decode, name, _Launched(name, launched))
     scene = Scene(bulk=[(203, 5), (131, 0)], short=(), bits=2, kv_heads=kv_heads)
     query, rows, layer = make_turn(scene, queries)
     assert layer.sketch is not None
@@ -189,17 +172,8 @@ def test_what_a_turn_costs_the_host(queries: int, blocks: int, kv_heads: int, mo
     launched.clear()
     with Operations() as found:  # of the pass's next layer
         fused_turn(query, rows, layer)
-    assert launched == blocks * ["local_kernel", "estimate_kernel", "selected_kernel"]
+    assert [name for name, _ in launched] == blocks * ["local_kernel", "estimate_kernel", "selected_kernel"]
     parts = 2 * ["clone"] * blocks + 2 * ["cat"] * (blocks > 1)
     computed = (each.overloadpacket.__name__ for each in found.called if not each.is_view)
     names = [name for name in computed if name not in LAUNCH_NOTHING]
     assert sorted(names) == sorted([*parts, "zeros", "sum", "sum", "add_", "add_"])
-
-
-class _Launched:
-    def __init__(self, name: str, launched: list[str]) -> None:
-        self.name, self.launched = name, launched
-
-    def __getitem__(self, grid: Any) -> Any:
-        assert min(grid) > 0
-        return lambda *_, **__: self.launched.append(self.name)

@@ -1,7 +1,5 @@
 """Default moments: collected once, kept in memory and on disk, found again, and never another model's."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,28 +184,6 @@ def test_config_never_gets_another_models(tmp_path: Path, monkeypatch: pytest.Mo
     nameless = tiny()
     QAdACache(nameless, moments="random-words")
     assert QAdACache(config=nameless.config, moments="random-words").options.other_moments is None
-
-
-# -- several processes -----------------------------------------------------------------------------------------------
-
-_PROCESS = """
-import sys
-sys.path.insert(0, "tests/helpers")
-from models import tiny
-from qada_cache import QAdACache
-print(QAdACache(tiny(), moments="random-tokens").options.other_moments.covariance.double().sum().item())
-"""
-
-
-def test_processes_at_once(folder: Path) -> None:
-    """All collect the same, and the one file they leave is whole."""
-    command = [sys.executable, "-c", _PROCESS]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    sums = {process.communicate()[0].strip() for process in running}
-    assert [process.returncode for process in running] == [0, 0]
-    assert len(sums) == 1
-    (path,) = folder.iterdir()
-    assert str(KeyMoments.load(path).covariance.double().sum().item()) in sums
 
 
 def test_moments_do_not_depend_on_what_the_model_did_before() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import random
 from reference import (
     attend,
     bulk_indices,
@@ -16,14 +17,9 @@ from reference import (
     log_local_fraction,
     log_masses,
 )
-from torch import Tensor
 
 SMALL = {"sink_tokens": 1, "local_tokens": 3}  # one sink, a window of two
 INFINITY = math.inf
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_local_indices() -> None:

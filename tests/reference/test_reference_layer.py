@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import random
 from reference import rows_from_padding
 from reference_layer import ReferenceLayer
 from rounding import error_budget, naive_attention
@@ -12,10 +13,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 SMALL = {"sink_tokens": 1, "local_tokens": 3}  # one sink, a window of two
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def inputs(tokens: int, batch: int = 2, query_heads: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -158,7 +158,12 @@ def test_a_burst_under_a_limit_ends_no_process() -> None:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([os.path.join(here, "helpers"), *filter(None, sys.path)]),
     }
-    environment |= {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment |= {
+        "QADA_KERNELS": "torch",
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+    }
     done = subprocess.run(
         [sys.executable, "-c", BURST, str(250 * MIB)], env=environment, capture_output=True, text=True, timeout=300
     )

@@ -80,6 +80,7 @@ def running(folder: Path, scratch: Path) -> Iterator[tuple[Served, subprocess.Po
     """A server and its process, until it is killed."""
     log = scratch / "log"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(scratch), "OMP_NUM_THREADS": "1"}
+    environment["QADA_KERNELS"] = "torch"  # which need not be built
     command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(folder)]
     command += ["--trust-remote-code", "--device", "cpu", "--host", "127.0.0.1", "--port", "0", "--log-level", "info"]
     with log.open("wb") as output:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from drawn import random
 from sketch_reference import (
     BITS,
     channel_noise,
@@ -27,10 +28,6 @@ from qada_cache.sketch.codec import Sketch, round_slopes, unpack_slopes
 CPU = torch.device("cpu")
 DIMS = (16, 64, 80, 96)
 LENGTH = 1660  # three segments, the last of 636 tokens
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sketch_of(keys: Tensor, energies: Tensor | None, bits: float) -> Sketch:

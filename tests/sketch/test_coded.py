@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import random
 from record_reference import decoded, hadamard, predicted
 from torch import Tensor
 
@@ -26,10 +27,6 @@ from qada_cache.sketch.coded import (
 LENGTH = 1100  # two segments, the last of 588 tokens
 SIZES = [(16, 24), (64, 64), (80, 128), (96, 96), (256, 64)]  # channels of keys and values
 CPU = torch.device("cpu")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Coded:

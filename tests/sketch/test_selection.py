@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from drawn import random
 from sketch_reference import BITS, estimates, log_shares, unread
 from torch import Tensor
 
@@ -14,10 +15,6 @@ from qada_cache.sketch.selection import Selection, estimate_unread, select_token
 
 LENGTH, DIM, GROUP = 2300, 64, 4
 SCALING = DIM**-0.5
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sketch_of(keys: Tensor, values: Tensor, bits: float = 2) -> Sketch:

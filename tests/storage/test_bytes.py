@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import WINDOW, FakeAttention, Inputs
+from harness import WINDOW, FakeAttention, Inputs, make_config
 from models import forced, prompt, tiny
 from pair import Pair
 from scenarios import left_padded
 from small_sketch import small_sketch
 from stand_in import DEVICES, Copies, on_gpu
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache
 
 from qada_cache import QAdACache
 from qada_cache.sketch import count_segments
@@ -26,10 +26,7 @@ from qada_cache.storage.row_tensors import GROWTH
 
 def small_cache(**options: Any) -> tuple[QAdACache, list[Pair]]:
     """A cache of two layers and what drives each."""
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    config._attn_implementation = "sdpa"
+    config = make_config(2)
     cache = QAdACache(config=config, moments="current", threshold=0.15, sink_tokens=3, local_tokens=11, **options)
     modules = [FakeAttention(config, groups=2, layer_idx=index) for index in range(2)]
     return cache, [Pair(layer=layer, module=module) for layer, module in zip(cache.layers, modules, strict=True)]

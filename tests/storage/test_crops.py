@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Driver, FakeAttention, Inputs, transformers_mask
+from harness import Driver, FakeAttention, Inputs, make_config, transformers_mask
 from small_sketch import small_sketch
 from stand_in import accelerator
 from torch import Tensor
-from transformers import LlamaConfig
 
 from qada_cache import QAdACache
 from qada_cache.kernels import choice, coding
@@ -30,10 +29,7 @@ class Walk:
     """A cache of one layer that goes back and forth, and what each token of its bulk said when it was coded."""
 
     def __init__(self, folder: Path, *, seed: int, bits: int, dtype: torch.dtype, alike: bool) -> None:
-        self.config = LlamaConfig(
-            hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
-        )
-        self.config._attn_implementation = "sdpa"
+        self.config = make_config()
         self.file, self.bits, self.inputs = folder / "cache", bits, Inputs(seed, dtype=dtype)
         self.generator, self.reopened, self.alike = torch.Generator().manual_seed(seed), 0, alike
         self.module = FakeAttention(self.config, groups=2)

@@ -1,90 +1,25 @@
-"""The fused decode step against float64: the torch reference, the CPU's kernel, Triton's, interpreted and on a GPU.
+"""The fused decode step against float64: the torch reference, the CPU's kernel, Triton's, interpreted and on a GPU."""
 
-The interpreter runs where `TRITON_INTERPRET=1`, which `conftest.py` sets; `make gpu` unsets it for the cases marked
-`gpu`.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from compilers import needs_compiler
 from decode_scene import RAGGED, SINKS, WINDOW, Scene, step_of
 from quick_cases import mark_rest_slow
+from record_scene import RecordScene
 from small_sketch import small_sketch
 from stand_in import without_waiting
-from torch import Tensor
+from steps import EVERY, OF_TRITON, ON_GPU, Path, run, small_splits, take_row
 
-from qada_cache.kernels import cpu, decode_reference
-from qada_cache.kernels.cpu import compiled_decode
-from qada_cache.kernels.operands import Operands, Query, Rows
-from qada_cache.sketch.codec import Sketch
-
-pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as triton_decode
-from qada_cache.kernels.triton.kernels import INTERPRETED
-
-interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and TRITON_INTERPRET=0"
-    ),
-]
-REFERENCE = pytest.param((decode_reference.decode_step, "cpu"), id="reference")
-KERNEL = pytest.param((triton_decode.fused_decode, "cpu"), id="interpreter", marks=interpreter)
-COMPILED = pytest.param((compiled_decode.fused_decode, "cpu"), id="compiled", marks=needs_compiler)
-GPU = pytest.param((triton_decode.fused_decode, "cuda"), id="gpu", marks=gpu)
-EVERY = pytest.mark.parametrize("path", [REFERENCE, COMPILED, KERNEL, GPU])
-Path = tuple[Callable[[Query, Rows, Operands], tuple[Tensor, Tensor]], str]
 
 
 @pytest.fixture(autouse=True)
-def small_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three splits for the longest row of `RAGGED`, whose last ones are empty for shorter rows."""
-    for name, value in {
-        "SPLIT_TOKENS": 100,
-        "ESTIMATE_TOKENS": 100,
-        "SELECTED_TOKENS": 100,
-        "SCAN_TOKENS": 16,
-        "SCAN_RUN": 4,
-    }.items():
-        monkeypatch.setattr(triton_decode.sizing, name, value)
-    monkeypatch.setattr(cpu, "THREAD_TOKENS", 100)
-    with small_sketch(40):
+def small() -> Iterator[None]:
+    """Rows of few tokens have a sketch, and are split."""
+    with small_sketch(40), small_splits(*Scene.splits):
         yield
-
-
-def run(path: Path, scene: Scene, *, pin: bool = False, **decision: Any) -> tuple[Tensor, Tensor]:
-    """Compute, and compare flags, outputs and bytes pulled with the reference's; tokens are chosen if it has bits."""
-    function, device = path
-    criterion = decision.get("criterion", "gaussian")
-    table = {"criterion": criterion.flatten()} if isinstance(criterion, Tensor) else {}
-    expected = scene.flags(**decision | table)
-    told, selected = asked_for(scene, device, expected)
-    needed = scene.forget_unneeded(expected, selected)
-    arguments = scene.arguments(device, pin=pin) | scene.decision_arguments(device, **decision) | told
-    out, flags = function(*step_of(**arguments))
-    assert flags.dtype == torch.bool
-    assert torch.equal(flags.cpu(), expected)
-    scene.check(out.cpu(), expected, selected)
-    assert arguments["bulk_read_bytes"].item() == needed
-    return out, flags
-
-
-def asked_for(scene: Scene, device: str, flags: Tensor) -> tuple[dict[str, Any], dict[tuple[int, int], Tensor]]:
-    """Of a scene with bits: arguments by which a part of the bulk is read, and which, as `Scene.selected`."""
-    if not scene.bits:
-        return {}, {}
-    token_threshold = scene.token_threshold()
-    return scene.sketch_arguments(device, token_threshold), scene.selected(flags, token_threshold)
-
-
-def mixed(flags: Tensor) -> bool:
-    """Whether some KV heads have a flagged head and others none."""
-    needed = flags[:-1].any(2)  # without the last row, which has no bulk
-    return bool(needed.any() and not needed.all())
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -100,14 +35,14 @@ SIZES = [
 @pytest.mark.parametrize(("dim", "value_dim", "dtype"), mark_rest_slow(SIZES, 5))
 def test_dtypes_and_dimensions(path: Path, dim: int, value_dim: int, dtype: torch.dtype) -> None:
     scene = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(2,), dim=dim, value_dim=value_dim, dtype=dtype)
-    assert mixed(run(path, scene, threshold=scene.threshold())[1])
+    assert run(path, scene, threshold=scene.threshold()).mixed
 
 
 @EVERY
 @pytest.mark.parametrize(("group", "group_rule"), [(1, "head"), (4, "head"), (3, "any"), (8, "any")])
 def test_groups(path: Path, group: int, group_rule: str) -> None:
     scene = Scene(group=group, dtype=torch.bfloat16)
-    assert mixed(run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule)[1])
+    assert run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule).mixed
 
 
 @EVERY
@@ -116,17 +51,17 @@ def test_learned_sinks(path: Path, bits: float, group_rule: str) -> None:
     """They count for local heads, for whole bulks, and for what is selected and unread; padding sees nothing else."""
     told: dict[str, Any] = {"bits": bits, "group": 3, "dtype": torch.bfloat16, "learned_sinks": True}
     scene = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(2,), padding=(3,), **told)
-    assert mixed(run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule)[1])
+    assert run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule).mixed
     without = Scene(bulk=scene.bulk, short=(2,), padding=(3,), **told | {"learned_sinks": False})
     assert without.threshold(group_rule) < scene.threshold(group_rule)
 
 
-@pytest.mark.parametrize("path", [KERNEL, GPU])
+@OF_TRITON
 @pytest.mark.parametrize(("group", "bits"), [(7, 0), (7, 1.5), (8, 1.5)])
 def test_groups_and_heads_that_fill_no_block(path: Path, group: int, bits: float) -> None:
     """With those of other tests, every kernel has met groups of 1, 3, 4, 7 and 8, and heads of 64, 80, 96, 128, 256."""
     scene = Scene(bulk=[(111, 9), (63, 0)], short=(2,), group=group, dim=80, dtype=torch.bfloat16, bits=bits)
-    flags = run(path, scene, threshold=scene.threshold())[1]
+    flags = run(path, scene, threshold=scene.threshold()).flags
     assert flags.any()
     assert not flags.all()
 
@@ -148,7 +83,7 @@ def test_a_mass_that_is_no_number(path: Path, threshold: float) -> None:
 @EVERY
 @pytest.mark.parametrize(("threshold", "group_rule"), [(0.0, "any"), (1.0, "head")])
 def test_thresholds_at_the_ends(path: Path, threshold: float, group_rule: str) -> None:
-    flags = run(path, Scene(), threshold=threshold, group_rule=group_rule)[1]
+    flags = run(path, Scene(), threshold=threshold, group_rule=group_rule).flags
     assert flags[: len(RAGGED)].all() if threshold else not flags.any()
 
 
@@ -162,7 +97,7 @@ def test_static_heads(path: Path, group_rule: str, threshold: float) -> None:
 @EVERY
 @pytest.mark.parametrize(("criterion", "group_rule"), [("dense", "any"), ("local", "head")])
 def test_one_sided_criteria(path: Path, criterion: str, group_rule: str) -> None:
-    flags = run(path, Scene(), threshold=0.0, group_rule=group_rule, criterion=criterion)[1]
+    flags = run(path, Scene(), threshold=0.0, group_rule=group_rule, criterion=criterion).flags
     assert flags[: len(RAGGED)].all() if criterion == "dense" else not flags.any()
 
 
@@ -170,7 +105,7 @@ def test_one_sided_criteria(path: Path, criterion: str, group_rule: str) -> None
 def test_padding_queries(path: Path) -> None:
     """A row that sits the step out reads no bulk; one of them has no token at all."""
     scene = Scene(bulk=[(63, 5), (63, 5), (111, 0)], short=(2, 0), padding=(1, 4))
-    _, flags = run(path, scene, threshold=1.0)
+    flags = run(path, scene, threshold=1.0).flags
     assert flags[0].all()
     assert not flags[1].any()
 
@@ -191,68 +126,72 @@ def test_nothing_stored_yet(path: Path) -> None:
     run(path, Scene(bulk=[], short=(2, SINKS + WINDOW)), threshold=1.0)
     scene = Scene(bulk=[(0, 5)], short=())
     scene.stored = [t[:, :, :0] for t in scene.stored]
-    assert run(path, scene, threshold=1.0)[1].all()
+    assert run(path, scene, threshold=1.0).flags.all()
 
 
-@pytest.mark.parametrize("path", [KERNEL, GPU])
-@pytest.mark.parametrize("bits", [0, 2])
-def test_splits_do_not_matter(path: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, outputs = Scene(bulk=[(111, 9), (63, 0), (1, 1)], short=(), bits=bits), []
+OF_RECORDS: dict[str, Any] = {"bulk": [(777, 5), (39, 1), (1153, 0)], "bits": 2}
+OF_EACH_KIND = pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [(Scene, {}), (Scene, {"bits": 2}), (RecordScene, OF_RECORDS)],
+    ids=["whole heads", "selected tokens", "records"],
+)
+
+
+@OF_TRITON
+@OF_EACH_KIND
+def test_splits_do_not_matter(
+    path: Path, kind: type[Scene], sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, outputs = kind(**{"bulk": [(111, 9), (63, 0), (1, 1)], "short": ()} | sizes), []
     threshold = scene.threshold()
-    for tokens, most in ((1000, 128), (16, 128), (50, 128), (1, 7)):
-        names = "SPLIT_TOKENS", "ESTIMATE_TOKENS", "SELECTED_TOKENS", "MAX_SPLITS", "SELECTED_SPLITS"
-        for name, value in zip(names, (tokens, tokens, tokens, most, most), strict=True):
-            monkeypatch.setattr(triton_decode.sizing, name, value)
-        outputs.append(run(path, scene, threshold=threshold)[0])
+    for tokens, most in ((1000, 128), (1, 7)) if sizes is OF_RECORDS else ((1000, 128), (16, 128), (50, 128), (1, 7)):
+        for name in ("MAX_SPLITS", "SELECTED_SPLITS"):
+            monkeypatch.setattr(triton_decode.sizing, name, most)
+        outputs.append(run(path, scene, threshold=threshold, splits=(tokens, scene.splits[1])).out)
     for out in outputs[1:]:
         torch.testing.assert_close(out, outputs[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", [KERNEL, GPU])
-@pytest.mark.parametrize("bits", [0, 2])
-def test_rows_do_not_matter(path: Path, bits: int) -> None:
+@OF_TRITON
+@OF_EACH_KIND
+def test_rows_do_not_matter(path: Path, kind: type[Scene], sizes: dict[str, Any]) -> None:
     """A row alone gives what it gives in a batch, to the bit, if a device runs the programs of all rows at once: splits
     depend on the capacity, which is kept."""
-    scene = Scene(bits=bits)
-    function, device = path
-    threshold = scene.threshold()
-    decision = scene.decision_arguments(device, threshold=threshold)
-    decision |= asked_for(scene, device, scene.flags(threshold=threshold))[0]
-    whole = function(*step_of(**scene.arguments(device), **decision))
-    for row in range(scene.batch):
-        arguments = scene.arguments(device) | decision
-        for name, value in arguments.items():
-            if isinstance(value, Tensor) and value.dim() and len(value) > 1:
-                arguments[name] = value[row : row + 1]
-            elif isinstance(value, Sketch):
-                arguments[name] = value.map(lambda tensor, row=row: tensor[row : row + 1])
-        alone = function(*step_of(**arguments))
-        assert torch.equal(alone[0][0], whole[0][row])
-        assert torch.equal(alone[1][0], whole[1][row])
+    scene, (function, device) = kind(**sizes), path
+    given = scene.step_arguments(device, threshold=scene.threshold())
+    with small_splits(*scene.splits):
+        whole = function(*step_of(**given))
+        for row in range(scene.batch):
+            out, flags = function(*step_of(**take_row(given, row)))
+            assert torch.equal(out[0], whole[0][row])
+            assert torch.equal(flags[0], whole[1][row])
 
 
 # -- what only a GPU can show -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [GPU])
+@ON_GPU
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [0, 2])
 def test_bulk_in_pinned_memory(path: Path, dtype: torch.dtype, bits: int) -> None:
     """Read in place, without the host waiting for anything."""
     scene = Scene(dim=128, dtype=dtype, bits=bits)
     torch.cuda.synchronize()
-    assert mixed(run(path, scene, pin=True, threshold=scene.threshold())[1])
+    assert run(path, scene, pin=True, threshold=scene.threshold()).mixed
 
 
-@pytest.mark.parametrize("path", [GPU])
+@ON_GPU
 @pytest.mark.parametrize("pin", [False, True])
-@pytest.mark.parametrize("bits", [0, 2])
-def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes", "token_threshold"),
+    [(Scene, {}, None), (Scene, {"bits": 2}, None), (RecordScene, OF_RECORDS, None), (RecordScene, OF_RECORDS, 0.0)],
+)
+def test_graph_capture_without_synchronisation(
+    path: Path, kind: type[Scene], sizes: dict[str, Any], token_threshold: float | None, pin: bool
+) -> None:
     """Captured on rows without a bulk; replayed on all of it."""
-    scene = Scene(dim=128, dtype=torch.bfloat16, bits=bits)
-    threshold = scene.threshold()
-    arguments = scene.arguments("cuda", pin=pin) | scene.decision_arguments("cuda", threshold=threshold)
-    arguments |= asked_for(scene, "cuda", scene.flags(threshold=threshold))[0]
+    scene = kind(dim=128, dtype=torch.bfloat16, **sizes)
+    arguments = scene.step_arguments("cuda", token_threshold, pin=pin, threshold=scene.threshold())
     call = step_of(**arguments)
     expected = path[0](*call)  # compiles, too
     lengths, pending = arguments["bulk_lengths"].clone(), arguments["pending"].clone()
@@ -273,7 +212,7 @@ def test_graph_capture_without_synchronisation(path: Path, pin: bool, bits: int)
     assert torch.equal(out, expected[0])
 
 
-@pytest.mark.parametrize("path", [GPU])
+@ON_GPU
 def test_addresses_beyond_32_bits(path: Path) -> None:
     """The second row lies more than 2^31 elements after the first, and its last token as far behind its first."""
     tokens, dim = 2**24 + 2**10, 128
