@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels import cpu
+from qada_cache.key_moments.collecting import QueryEnergies
 from qada_cache.key_moments.observing import observe_queries, read_keys
 from qada_cache.models import attention_table
+from qada_cache.models.sharding import UNSHARDED
 
 SPLIT = [200, 1, 5, 1]  # tokens: a prompt, then single ones and a short turn
 OPTIONS = {"criterion": "gaussian", "moments": "current", "local_tokens": 20, "sink_tokens": 4, "bulk_bits": 16}
@@ -124,6 +126,17 @@ def test_moments_are_of_latents(model: PreTrainedModel) -> None:
         torch.testing.assert_close(absorbed[layer] @ held[layer].mT, wanted)
     assert moments.query_energies is not None
     assert (moments.query_energies > 0).all()
+    energies = QueryEnergies({})
+    with observe_queries(model, energies, energies.values):
+        held = read_keys(model, ids, None, chunk=30, done=lambda tokens: None)
+    gathered = energies.gather(held, 2, {}, UNSHARDED)
+    assert gathered is not None
+    for index, layer in enumerate(model.model.layers):  # what a channel counts as a value, too
+        norms = layer.self_attn.kv_b_proj.weight.view(4, 16, 16)[:, 8:].square().sum(dim=(0, 1))
+        share = norms / (norms @ held[index][0, 0, :, :16].var(dim=0, correction=0))
+        wanted = absorbed[index].square().mean(dim=(0, 1, 2))
+        wanted[:16] += share / layer.self_attn.scaling**2
+        torch.testing.assert_close(gathered[index, 0], wanted)
     cache = QAdACache(model, **{**OPTIONS, "moments": ("current", moments), "token_threshold": 2.0})
     forced(model, prompt(230)[0], SPLIT, cache)
     assert torch.equal(cache.layers[1].store.sketch.energies.cpu(), moments.query_energies[1])
