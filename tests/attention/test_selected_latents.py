@@ -66,7 +66,8 @@ def test_few_bits_of_all_tokens(model: PreTrainedModel, bits: int, off: float) -
         layer.self_attn.kv_b_proj.weight.data.view(4, 16, 16)[:, :8] = 0
     moments = KeyMoments.collect(model, prompt="random-tokens", tokens=200, progress=False)
     assert moments.query_energies is not None
-    assert (moments.query_energies[..., :16] > 0).all()
+    assert not moments.query_energies[:, 0, :16].any()
+    assert (moments.query_energies[:, 1, :16] > 0).all()
     ids = prompt(sum(SPLIT))[0]
     wanted, found = forced(model, ids, SPLIT, dynamic(model)), []
     kinds: list[dict[str, Any]] = [{"token_threshold": 1e-30}, {"token_threshold": 0.0}, {"criterion": "oracle"}]
@@ -135,11 +136,12 @@ def test_moments_are_of_latents(model: PreTrainedModel) -> None:
         norms = layer.self_attn.kv_b_proj.weight.view(4, 16, 16)[:, 8:].square().sum(dim=(0, 1))
         share = norms / (norms @ held[index][0, 0, :, :16].var(dim=0, correction=0))
         wanted = absorbed[index].square().mean(dim=(0, 1, 2))
-        wanted[:16] += share / layer.self_attn.scaling**2
         torch.testing.assert_close(gathered[index, 0], wanted)
+        wanted[:16] += share / layer.self_attn.scaling**2
+        torch.testing.assert_close(gathered[index, 1], wanted)
     cache = QAdACache(model, **{**OPTIONS, "moments": ("current", moments), "token_threshold": 2.0})
     forced(model, prompt(230)[0], SPLIT, cache)
-    assert torch.equal(cache.layers[1].store.sketch.energies.cpu(), moments.query_energies[1])
+    assert torch.equal(cache.layers[1].store.sketch.energies.cpu(), moments.query_energies[1, :1])
 
 
 @BITS
