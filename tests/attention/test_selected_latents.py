@@ -147,19 +147,22 @@ def test_moments_are_of_latents(model: PreTrainedModel) -> None:
 @BITS
 def test_copies_files_and_crops(model: PreTrainedModel, bits: int, tmp_path: Path) -> None:
     """All go on as one; a fork that reads everything does, and one of it selects again."""
-    ids = prompt(260)[0]
-    cache = QAdACache(model, **OPTIONS | {"bulk_bits": bits}, token_threshold=2.0)
+    ids, moments = prompt(260)[0], "current"
+    if bits == 8:  # behind energies of queries, and of errors
+        moments = ("current", KeyMoments.collect(model, prompt="random-tokens", tokens=60, progress=False))
+    cache = QAdACache(model, **OPTIONS | {"bulk_bits": bits, "moments": moments}, token_threshold=2.0)
     forced(model, ids[:, :230], SPLIT, cache)
     cache.save(tmp_path / "cache")
     dense = cache.fork(criterion="dense")
-    others = [copy.deepcopy(cache), dense.fork(criterion="gaussian", moments="current")]
+    others = [copy.deepcopy(cache), dense.fork(criterion="gaussian", moments=moments)]
     others += [QAdACache.load(tmp_path / "cache", model), cache, dense]
     found = []
     for each in others:
         each.crop(-60)
         found.append(forced(model, ids[:, 170:], [59, 1], each))
-    for got in found[1:-1]:
+    for each, got in zip(others[1:-1], found[1:-1], strict=True):
         assert torch.equal(got, found[0])
+        assert (each.layers[1].store.sketch.error_energies is not None) == (bits == 8)
     if bits == 16:
         assert_near(model, found[-1], forced(model, ids, [260], dynamic(model))[:, 170:])
     assert not torch.equal(found[-1], found[0])
