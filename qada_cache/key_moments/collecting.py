@@ -34,6 +34,8 @@ PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
 CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
+# Of an error of values, beside one of scores that turns outputs as far: by two models written as latent attention.
+VALUE_WEIGHT = 0.25
 LEFT = "with functions"  # of an origin: those that took part beside the weights, see `make_plain`
 
 
@@ -76,7 +78,7 @@ class QueryEnergies:
                     norms, scaling = self.values[index]
                     spread = keys[index][..., : len(norms)].double().flatten(0, 2).var(dim=0, correction=0)
                     energies[index, 1] = energies[index, 0]
-                    energies[index, 1, : len(norms)] += norms / (scaling**2 * (norms @ spread))
+                    energies[index, 1, : len(norms)] += VALUE_WEIGHT * norms / (scaling**2 * (norms @ spread))
                 seen += 1
         return shard.gather(energies, 1) if shard.holds_everywhere(seen == len(keys)) else None
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels import cpu
-from qada_cache.key_moments.collecting import QueryEnergies
+from qada_cache.key_moments.collecting import VALUE_WEIGHT, QueryEnergies
 from qada_cache.key_moments.observing import observe_queries, read_keys
 from qada_cache.models import attention_table
 from qada_cache.models.sharding import UNSHARDED
@@ -137,7 +137,7 @@ def test_moments_are_of_latents(model: PreTrainedModel) -> None:
         share = norms / (norms @ held[index][0, 0, :, :16].var(dim=0, correction=0))
         wanted = absorbed[index].square().mean(dim=(0, 1, 2))
         torch.testing.assert_close(gathered[index, 0], wanted)
-        wanted[:16] += share / layer.self_attn.scaling**2
+        wanted[:16] += VALUE_WEIGHT * share / layer.self_attn.scaling**2
         torch.testing.assert_close(gathered[index, 1], wanted)
     cache = QAdACache(model, **{**OPTIONS, "moments": ("current", moments), "token_threshold": 2.0})
     forced(model, prompt(230)[0], SPLIT, cache)
