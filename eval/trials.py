@@ -261,11 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def list_latent_ways() -> list[Way]:
-    """Of latent attention, where a sketch takes twice the share of a token's bytes, and more heads share what is read:
-    the default's thetas over 16, 8 and 4 bits, then fewer bits of a sketch and a higher threshold."""
-    default = [f"sketch of {SKETCH_BITS} bits{over}, {DEFAULT_THETA}" for over in ("", " over 8", " over 4")]
-    fewer = [f"sketch of 1.25 bits, {theta}" for theta in (DEFAULT_THETA, 8.0)]
-    return [Way("qada", BOTH[0], "any", 0.95, read) for read in (*default, *fewer)]
+    """Of latent attention, of which all heads share one key: the default over 16, 8 and 4 bits."""
+    read = f"sketch of {SKETCH_BITS} bits{{}}, {DEFAULT_THETA}"
+    return [Way("qada", BOTH[0], "any", 0.95, read.format(over)) for over in ("", " over 8", " over 4")]
 
 
 def choose_ways(options: argparse.Namespace) -> list[Way]:

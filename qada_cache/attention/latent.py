@@ -101,6 +101,8 @@ class LatentLayer(QAdALayer):
         # As every step reads all of a bulk, it may be copied for every 64th token.
         store.bulk.growth = CodedBulk.growth
         store.shared_dim = self.sizes.rank if self.decides else 0
+        energies = self.options.query_energies
+        store.error_energies = None if energies is None else energies[self.index][1:]  # if there are any
         super()._keep_by_options(store)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

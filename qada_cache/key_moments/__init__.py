@@ -70,7 +70,7 @@ class KeyMoments:
         sink_tokens: first tokens left out; a bulk begins after as many.
         rope: the model's rotary settings (`rotation.read_rope_settings`).
         query_energies: `[layers, kv_heads, dim]` float32, mean squares of the channels of the queries, see
-            `collecting.QueryEnergies`; None if unknown.
+            `collecting.QueryEnergies`; None if unknown. Of latents `[layers, 2, dim]`: then what errors count.
         origin: seed, dtype, model's name, library versions.
 
     Raises:
@@ -101,9 +101,9 @@ class KeyMoments:
             )
         if not (torch.isfinite(self.mean).all() and torch.isfinite(self.covariance).all()):
             raise ValueError("KeyMoments: mean or covariance holds nan or infinity")
-        energies = self.query_energies
+        energies, fitting = self.query_energies, [shape[1:], *([(shape[1], 2, shape[3])] if shape[2] == 1 else [])]
         if energies is not None and (
-            tuple(energies.shape) != shape[1:] or not torch.isfinite(energies).all() or (energies < 0).any()
+            tuple(energies.shape) not in fitting or not torch.isfinite(energies).all() or (energies < 0).any()
         ):
             raise ValueError(f"KeyMoments: query energies must be finite, not negative and {list(shape[1:])}")
         if self.rotations:

@@ -34,6 +34,8 @@ PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
 CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
+# Of an error of values, beside one of scores that turns outputs as far: by two models written as latent attention.
+VALUE_WEIGHT = 0.25
 LEFT = "with functions"  # of an origin: those that took part beside the weights, see `make_plain`
 
 
@@ -59,9 +61,13 @@ class QueryEnergies:
         self, keys: dict[int, Tensor], layers: int, rotations: dict[int, Rotation], shard: HeadShard
     ) -> Tensor | None:
         """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
-        None if the queries of a layer that has `keys` were not seen, or are of other heads. Channels of latents
-        are values as well: an error `e` of one turns a score by `scaling q e`, and a value by its share of values."""
-        energies, seen = torch.zeros(layers, *_find_greatest(keys), dtype=torch.float32, device="cpu"), 0
+        None if the queries of a layer that has `keys` were not seen, or are of other heads. Of latents `[layers, 2,
+        dim]`: channels are values as well, so that an error `e` turns a score by `scaling q e`, and a value by its
+        share of values. The second row has what both count, as energies."""
+        greatest, seen = _find_greatest(keys), 0
+        energies = torch.zeros(layers, 1 + bool(self.values), *greatest, dtype=torch.float32, device="cpu").flatten(
+            1, 2
+        )
         for index in keys.keys() & self.sums.keys():
             sums, (_, heads, _, dim) = self.sums[index], keys[index].shape
             if not len(sums) % heads and sums.shape[1] == dim:
@@ -71,7 +77,8 @@ class QueryEnergies:
                 if index in self.values:
                     norms, scaling = self.values[index]
                     spread = keys[index][..., : len(norms)].double().flatten(0, 2).var(dim=0, correction=0)
-                    energies[index, :, : len(norms)] += norms / (scaling**2 * (norms @ spread))
+                    energies[index, 1] = energies[index, 0]
+                    energies[index, 1, : len(norms)] += VALUE_WEIGHT * norms / (scaling**2 * (norms @ spread))
                 seen += 1
         return shard.gather(energies, 1) if shard.holds_everywhere(seen == len(keys)) else None
 

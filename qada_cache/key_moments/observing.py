@@ -70,7 +70,8 @@ def observe_queries(
             if sizes is not None and has_latents(module):
                 by = ask_projections(module, sizes, query.shape[3] - sizes.rope, query)
                 asked = absorb(query, by, sizes)
-                if values is not None and index not in values and (scaling := kwargs.get("scaling")):
+                scaling = kwargs.get("scaling")
+                if values is not None and index not in values and isinstance(scaling, float):
                     values[index] = by.values.double().square().sum(dim=(0, 1)).cpu(), scaling
             observe(index, asked)
         return base(module, query, *args, **kwargs)

@@ -61,6 +61,7 @@ class TokenStore(NearTokens):
         self.moments: RunningMoments | None = None
         self.update_moments = True  # False freezes them in `append`, so that only `absorb` adds to them
         self.selects = False  # whether tokens of the bulk are selected by its sketch
+        self.error_energies: Tensor | None = None  # of latents, see `LatentSketch`
         self.shared_dim = 0  # if more, so many first channels of the keys are the values, which are not stored
 
     def _make_bulk(self, placement: Placement, layer: int) -> Bulk:
@@ -178,7 +179,9 @@ class TokenStore(NearTokens):
         elif kept is None or not (coded or kept.matches(layout, energies)):
             values = self.find_values(self.near_keys, self.near_values)
             kind = BulkSketch if self.near_values.shape[3] else LatentSketch
-            self.bulk.sketch = kind(self.near_keys, values, layout, energies, kernels)
+            self.bulk.sketch = sketch = kind(self.near_keys, values, layout, energies, kernels)
+            if isinstance(sketch, LatentSketch):
+                sketch.take_energies(self.error_energies)
             self._lead_sketch()
             for row in self._list_rows():
                 self.bulk.sketch.append_from(self.bulk, row)

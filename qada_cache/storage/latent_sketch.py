@@ -1,11 +1,14 @@
 """The sketch of a bulk of latents, whose values are channels of its keys."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..key_moments.running import RunningMoments
 from ..sketch import find_segment_start
 from ..sketch.codec import Sketch, list_fields, round_slopes
+from ..sketch.coded import find_query_weights
 from .bulk import Bulk
 from .bulk_sketch import BulkSketch
 
@@ -16,11 +19,40 @@ class LatentSketch(BulkSketch):
 
     codes_open = False
     moments: RunningMoments | None = None
+    # What errors of keys count, float32 `[1, dim]`, where values are channels of them; None: as much as `energies` say.
+    error_energies: Tensor | None = None
 
     @property
     def value_dim(self) -> int:
         """Channels of a value."""
         return self.tensors.mean_value.shape[2]
+
+    def take_energies(self, errors: Tensor | None) -> None:
+        """Have these `error_energies`, if there are any."""
+        if errors is not None and len(errors):
+            self.error_energies = errors.to(self.mean_key.device, copy=True)
+
+    @property
+    def query_weights(self) -> Tensor:
+        """As `BulkSketch`."""
+        if self._query_weights is None and self.error_energies is not None:
+            self._query_weights = find_query_weights(self.error_energies, self.layout.dim, self.mean_key.device)
+        return super().query_weights
+
+    def move(self, device: torch.device) -> None:
+        """As `BulkSketch`."""
+        super().move(device)
+        self.take_energies(self.error_energies)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As `BulkSketch`."""
+        return {**super().record, "error_energies": self.error_energies}
+
+    def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
+        """As `BulkSketch`."""
+        self.error_energies = None if record["error_energies"] is None else torch.empty_like(self.mean_key[0])
+        super().restore(record, bulk)
 
     @torch.inference_mode(False)  # as in `BulkSketch.__init__`
     def follow(self, moments: RunningMoments | None, value_dim: int, bulk: Bulk) -> None:

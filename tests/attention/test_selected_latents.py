@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels import cpu
+from qada_cache.key_moments.collecting import VALUE_WEIGHT, QueryEnergies
 from qada_cache.key_moments.observing import observe_queries, read_keys
 from qada_cache.models import attention_table
+from qada_cache.models.sharding import UNSHARDED
 
 SPLIT = [200, 1, 5, 1]  # tokens: a prompt, then single ones and a short turn
 OPTIONS = {"criterion": "gaussian", "moments": "current", "local_tokens": 20, "sink_tokens": 4, "bulk_bits": 16}
@@ -64,7 +66,8 @@ def test_few_bits_of_all_tokens(model: PreTrainedModel, bits: int, off: float) -
         layer.self_attn.kv_b_proj.weight.data.view(4, 16, 16)[:, :8] = 0
     moments = KeyMoments.collect(model, prompt="random-tokens", tokens=200, progress=False)
     assert moments.query_energies is not None
-    assert (moments.query_energies[..., :16] > 0).all()
+    assert not moments.query_energies[:, 0, :16].any()
+    assert (moments.query_energies[:, 1, :16] > 0).all()
     ids = prompt(sum(SPLIT))[0]
     wanted, found = forced(model, ids, SPLIT, dynamic(model)), []
     kinds: list[dict[str, Any]] = [{"token_threshold": 1e-30}, {"token_threshold": 0.0}, {"criterion": "oracle"}]
@@ -124,27 +127,42 @@ def test_moments_are_of_latents(model: PreTrainedModel) -> None:
         torch.testing.assert_close(absorbed[layer] @ held[layer].mT, wanted)
     assert moments.query_energies is not None
     assert (moments.query_energies > 0).all()
+    energies = QueryEnergies({})
+    with observe_queries(model, energies, energies.values):
+        held = read_keys(model, ids, None, chunk=30, done=lambda tokens: None)
+    gathered = energies.gather(held, 2, {}, UNSHARDED)
+    assert gathered is not None
+    for index, layer in enumerate(model.model.layers):  # what a channel counts as a value, too
+        norms = layer.self_attn.kv_b_proj.weight.view(4, 16, 16)[:, 8:].square().sum(dim=(0, 1))
+        share = norms / (norms @ held[index][0, 0, :, :16].var(dim=0, correction=0))
+        wanted = absorbed[index].square().mean(dim=(0, 1, 2))
+        torch.testing.assert_close(gathered[index, 0], wanted)
+        wanted[:16] += VALUE_WEIGHT * share / layer.self_attn.scaling**2
+        torch.testing.assert_close(gathered[index, 1], wanted)
     cache = QAdACache(model, **{**OPTIONS, "moments": ("current", moments), "token_threshold": 2.0})
     forced(model, prompt(230)[0], SPLIT, cache)
-    assert torch.equal(cache.layers[1].store.sketch.energies.cpu(), moments.query_energies[1])
+    assert torch.equal(cache.layers[1].store.sketch.energies.cpu(), moments.query_energies[1, :1])
 
 
 @BITS
 def test_copies_files_and_crops(model: PreTrainedModel, bits: int, tmp_path: Path) -> None:
     """All go on as one; a fork that reads everything does, and one of it selects again."""
-    ids = prompt(260)[0]
-    cache = QAdACache(model, **OPTIONS | {"bulk_bits": bits}, token_threshold=2.0)
+    ids, moments = prompt(260)[0], "current"
+    if bits == 8:  # behind energies of queries, and of errors
+        moments = ("current", KeyMoments.collect(model, prompt="random-tokens", tokens=60, progress=False))
+    cache = QAdACache(model, **OPTIONS | {"bulk_bits": bits, "moments": moments}, token_threshold=2.0)
     forced(model, ids[:, :230], SPLIT, cache)
     cache.save(tmp_path / "cache")
     dense = cache.fork(criterion="dense")
-    others = [copy.deepcopy(cache), dense.fork(criterion="gaussian", moments="current")]
+    others = [copy.deepcopy(cache), dense.fork(criterion="gaussian", moments=moments)]
     others += [QAdACache.load(tmp_path / "cache", model), cache, dense]
     found = []
     for each in others:
         each.crop(-60)
         found.append(forced(model, ids[:, 170:], [59, 1], each))
-    for got in found[1:-1]:
+    for each, got in zip(others[1:-1], found[1:-1], strict=True):
         assert torch.equal(got, found[0])
+        assert (each.layers[1].store.sketch.error_energies is not None) == (bits == 8)
     if bits == 16:
         assert_near(model, found[-1], forced(model, ids, [260], dynamic(model))[:, 170:])
     assert not torch.equal(found[-1], found[0])

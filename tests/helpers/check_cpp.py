@@ -29,7 +29,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # values uninitialised.
 UNINITIALIZED = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 UNWARNED = {"x86-64": ("-Wno-psabi",), "x86-64-v4": UNINITIALIZED, "cooperlake": UNINITIALIZED}
-LATENT_SIZES = ((torch.bfloat16, 576, 512, 8), (torch.float16, 48, 32, 16), (torch.float32, 40, 32, 4))
+LATENT_SIZES = ((torch.bfloat16, 576, 512, 8), (torch.float16, 48, 32, 16), (torch.float32, 40, 24, 4))
 PROMPT_SIZES = ((64, 64), (128, 128), (80, 48))
 ZIG = sys.executable, "-m", "ziglang", "c++", "-target"  # has a compiler for each system in one package
 
