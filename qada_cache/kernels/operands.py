@@ -114,10 +114,10 @@ def _describe_query(query: Query) -> tuple[Any, ...]:
     """What a kernel's derived values depend on of a query."""
     like = query.states.shape, query.states.dtype, query.states.device, query.scaling
     parts = (query.log_bulk, query.sink_logits, *chain(*query.moments))
-    return *like, *(None if part is None else _describe(part) for part in parts)
+    return *like, *(None if part is None else _describe_part(part) for part in parts)
 
 
-def _describe(part: Tensor) -> tuple[Any, ...]:
+def _describe_part(part: Tensor) -> tuple[Any, ...]:
     return part.shape, part.dtype, part.device, part.is_contiguous()
 
 

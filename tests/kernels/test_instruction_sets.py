@@ -68,7 +68,7 @@ def test_records_of_latents() -> None:
     sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 56, "shared": True}
     for selects in (True, False):
         scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dtype=torch.bfloat16, bits=2, **sizes)
-        run_records(COMPILED.values[0], scene, token_threshold=scene.token_threshold(0.1) if selects else 0.0)
+        run(COMPILED.values[0], scene, token_threshold=scene.token_threshold(0.1) if selects else 0.0)
 
 
 @needs_compiler
