@@ -5,7 +5,7 @@ from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.utils import get_session
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 
 TIMEOUT = 10  # seconds that the Hub has to answer at all
 
@@ -21,8 +21,11 @@ def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -
         dtype = "float32" if dtype == "auto" else dtype  # the weights' own type is none that can be computed in
     _check_there(name, where.get("revision"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **where)
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **where), tokenizer
+        tokenizer, config = (auto.from_pretrained(name, **where) for auto in (AutoTokenizer, AutoConfig))
+        tables = [getattr(auto, "_model_mapping", {}) for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM)]
+        reads_images = type(config) not in tables[0] and type(config) in tables[1]
+        kind = AutoModelForMultimodalLM if reads_images else AutoModelForCausalLM
+        return kind.from_pretrained(name, dtype=dtype, device_map=device_map, **where), tokenizer
     except (OSError, ValueError) as error:  # which do not always name it
         raise ValueError(f"cannot load the model {name!r}: {error}") from error
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import needle
 import pytest
 import torch
+from byte_tokenizer import tokenizer
 from readable import readable_model
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration
 
 from qada_cache import KeyMoments, QAdACache, __version__
 from qada_cache.__main__ import main
@@ -32,6 +33,21 @@ def test_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(KeyMoments.load(path).covariance, expected.covariance)
     assert "moments of random-tokens" in repr(QAdACache(model, moments=path))  # its tokenizer knows no other words
     assert str(needle.FOLDER.parent) not in path.read_bytes().decode("latin-1")  # no paths of the machine
+
+
+def test_a_model_that_reads_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is no causal language model by transformers' table."""
+    text = {"model_type": "llama", "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer().save_pretrained(tmp_path / "model")
+    out = tmp_path / "moments.safetensors"
+    assert main(["moments", str(tmp_path / "model"), "--tokens", "60", "--out", str(out)]) == 0
+    assert f"wrote {out}: 2 layers, 4 KV heads, 8 dims" in capsys.readouterr().out
 
 
 def test_moments_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
