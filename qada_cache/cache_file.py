@@ -121,9 +121,9 @@ def read_cache(
         for layer in filled:
             layer.padding = filled[0].padding  # equal ones: layers share one again, see `Padding`
         if (deltas := tensors.get(rope_deltas.NAME)) is not None:
-            fits = deltas.dtype == torch.int64 and list(deltas.shape) in ([1, 1], [cache._count_rows(), 1])
-            found = f"{rope_deltas.NAME} {deltas.dtype} {list(deltas.shape)}"
-            require_fit("the cache", fits, found, "int64 [rows, 1]")
+            fits = deltas.dtype == torch.int64 and deltas.dim() == 2 and deltas.shape[1] == 1 and len(deltas) > 0
+            found = f"{rope_deltas.NAME} {deltas.dtype} {list(deltas.shape)}"  # of beams, one of each prompt's
+            require_fit("the cache", fits and not cache._count_rows() % len(deltas), found, "int64 [rows, 1]")
             cache._shared.rope_deltas.held = deltas.to(device)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         said = f"it lacks {error}" if isinstance(error, KeyError) else error

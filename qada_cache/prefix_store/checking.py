@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache import QAdACache
 from ..key_moments.rotation import find_growing_parameters, read_rope_settings
@@ -14,6 +15,7 @@ from ..models.sharding import check_unsharded, count_processes
 from .filling import list_layers
 
 _MEDIA = re.compile(r"(image|video|audio|vision|speech)\w*_(id|index)$")
+_READERS = re.compile(r"image|video|audio|vision|speech|vq|protein")  # of configs' parts
 
 
 def check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]], key: str | None) -> None:
@@ -51,14 +53,21 @@ def find_real_rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]
 def _check_text(model: PreTrainedModel, tokens: Sequence[int]) -> None:
     """Raise NotImplementedError unless the keys of `tokens` follow from them alone, whatever comes behind them."""
     config = model.config.get_text_config(decoder=True)
-    settings = read_rope_settings(config)
-    if any(find_growing_parameters(settings, layer) for layer in range(config.num_hidden_layers)):
+    rope = read_rope_settings(config)
+    if any(find_growing_parameters(rope, layer) for layer in range(config.num_hidden_layers)):
         raise NotImplementedError(
             f"PrefixStore keeps no prompts of {config.model_type} with rotary frequencies that depend on a prompt's "
             "length: save() and QAdACache.load keep a whole prompt"
         )
-    named = vars(model.config) | vars(config)
-    media = {value for name, value in named.items() if _MEDIA.match(name) and type(value) is int}
+    named = {name: getattr(model.config, name, None) for name in model.config.sub_configs}
+    parts = {name: part for name, part in named.items() if isinstance(part, PreTrainedConfig)}
+    settings = chain.from_iterable(vars(part).items() for part in (model.config, *parts.values()))
+    media = {value for name, value in settings if _MEDIA.match(name) and type(value) is int}
+    if not media and any(map(_READERS.search, parts)):
+        raise NotImplementedError(
+            f"PrefixStore keeps no prompts of {model.config.model_type}, whose config does not say which tokens stand "
+            "for images or sound: save() and QAdACache.load keep a whole prompt"
+        )
     if found_media := media.intersection(tokens):
         raise NotImplementedError(
             f"PrefixStore keeps no prompts with images or sound (token {min(found_media)}), which their tokens do not "

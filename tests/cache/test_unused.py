@@ -14,6 +14,8 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     DynamicCache,
+    IdeficsConfig,
+    IdeficsForVisionText2Text,
     LogitsProcessor,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -270,4 +272,18 @@ def test_other_caches_beside_it(caplog: pytest.LogCaptureFixture) -> None:
         generate(model, TEXT, copy.deepcopy(spare), tokens=3)
         with torch.no_grad():
             model(TEXT, use_cache=False)
+    assert UNUSED not in caplog.text
+
+
+def test_attention_to_images_is_none_of_the_caches(caplog: pytest.LogCaptureFixture) -> None:
+    """Idefics attends to images' keys before the first layer that caches, by modules of its decoder's config."""
+    vision = {"embed_dim": 16, "image_size": 32, "patch_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"vocab_size": 97, "additional_vocab_size": 0, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "cross_layer_interval": 2, "use_resampler": False}
+    config = IdeficsConfig(**sizes, vision_config=vision | {"intermediate_size": 24}, eos_token_id=None, pad_token_id=0)
+    model = IdeficsForVisionText2Text._from_config(config).eval()
+    told = {"pixel_values": torch.randn(1, 1, 3, 32, 32), "image_attention_mask": torch.ones(1, 60, 1).long()}
+    cache = exact(model, moments="current")
+    generate(model, TEXT, cache, tokens=4, **told)
+    assert cache.get_seq_length() == 63
     assert UNUSED not in caplog.text

@@ -109,3 +109,16 @@ def test_a_conversation_goes_on_between_images(model: PreTrainedModel) -> None:
         answer(model, None, **images(), **told)
         text = torch.cat([got, prompt(20, seed=turn)[0].clamp(max=89)], dim=1)
     assert serving.counters(model)["continued"] == 2
+
+
+def test_files(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Of beams there is one of each prompt's. Another shape is refused."""
+    cache = QAdACache(model, **EXACT)
+    answer(model, cache, **images(2), num_beams=2)
+    cache.save(tmp_path / "cache")
+    loaded = QAdACache.load(tmp_path / "cache", model)
+    assert loaded._shared.rope_deltas.held.tolist() == [[8 - 64], [8 - 64]]
+    loaded._shared.rope_deltas.held = torch.zeros(3, 1, dtype=torch.long)
+    loaded.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"cannot hold rope_deltas torch.int64 \[3, 1\], which should be int64 \[rows"):
+        QAdACache.load(tmp_path / "cache", model)

@@ -11,7 +11,7 @@ import torch
 from models import SMALL, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, Kosmos2Config, Kosmos2ForConditionalGeneration, PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache, StaticHeads
 from qada_cache.files import tensor_file
@@ -319,6 +319,11 @@ def test_prompts_that_their_tokens_do_not_tell(store: PrefixStore, model: PreTra
     with pytest.raises(NotImplementedError, match=r"images or sound \(token 7\)"):
         store.cache(model, [1, 7, 3], moments="current")
     assert store.cache(model, [1, 8, 3], moments="current").get_seq_length() == 0
+    sizes = {"vocab_size": 97, "embed_dim": 32, "layers": 1, "ffn_dim": 48, "attention_heads": 4}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    unnamed = Kosmos2ForConditionalGeneration(Kosmos2Config(text_config=sizes, vision_config=vision)).eval()
+    with pytest.raises(NotImplementedError, match=r"kosmos-2, whose config does not say which tokens stand for images"):
+        store.cache(unnamed, [1, 2, 3], moments="current")
 
 
 def test_prompts_that_are_read_by_selection(store: PrefixStore, model: PreTrainedModel) -> None:
