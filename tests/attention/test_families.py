@@ -151,12 +151,16 @@ def test_crops_of_a_hybrid_model() -> None:
     assert cache.stats().steps < 23  # some guess was accepted
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "mistral_sliding"])
-def test_hybrid_cache_is_reset_whole(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "lengths"), [("llama", (130, 77)), ("gemma3", (90,)), ("qwen3_next", (90,)), ("mistral_sliding", (90,))]
+)
+def test_a_cache_is_reset_whole(family: str, lengths: tuple[int, ...]) -> None:
+    """And may have another batch size then."""
     model = tiny(family)
     cache = exact(model)
-    generate(model, prompt(90, seed=9)[0], cache)
+    generate(model, prompt(*lengths, seed=4)[0], cache)
     cache.reset()
+    assert (cache.get_seq_length(), cache.stats().decisions, cache.stats().bulk_read_bytes) == (0, 0, 0)
     wanted = generate(model, prompt(150)[0], DynamicCache(config=model.config))
     assert_same(model, generate(model, prompt(150)[0], cache), wanted)
 

@@ -241,13 +241,6 @@ def test_layers_are_no_tensors(name: str, model: PreTrainedModel) -> None:
     assert getattr(layer, name) is None
 
 
-def test_another_batch_size(model: PreTrainedModel) -> None:
-    cache, ids = exact(model), prompt(60)[0]
-    forced(model, ids, [60], cache)
-    with pytest.raises(RuntimeError, match="holds 1 rows and was given 2: use batch_repeat_interleave"):
-        forced(model, ids[:, :5].repeat(2, 1), [5], cache)
-
-
 def missing(mask: Tensor) -> None:
     return None
 

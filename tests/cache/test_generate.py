@@ -93,15 +93,6 @@ def test_crop(model: PreTrainedModel, removed: int) -> None:
     assert_same(model, outputs[1], outputs[0])
 
 
-def test_reset_forgets_everything(model: PreTrainedModel) -> None:
-    cache = exact(model)
-    generate(model, *prompt(130, 77, seed=4)[:1], cache)
-    cache.reset()
-    assert (cache.get_seq_length(), cache.stats().decisions, cache.stats().bulk_read_bytes) == (0, 0, 0)
-    ids = prompt(150)[0]  # another batch size, too
-    assert_same(model, generate(model, ids, cache), generate(model, ids, dynamic(model)))
-
-
 @SDPA
 @pytest.mark.parametrize(
     ("verb", "argument"),

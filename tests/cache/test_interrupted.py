@@ -133,18 +133,3 @@ def test_interrupted_change(
     cache.reset()
     got, wanted = (forced(model, text, [140, 10], used) for used in (cache, DynamicCache(config=model.config)))
     assert (got - wanted).abs().max() < 1e-3
-
-
-def test_refused_changes_do_no_harm(model: PreTrainedModel) -> None:
-    """Refused by the first layer, a cache is what it was; by a later one, the first has changed already."""
-    text, cache = prompt(150)[0], exact(model)
-    forced(model, text[:, :140], [140], cache)
-    for refused in (
-        lambda: cache.crop(3),
-        lambda: cache.reorder_cache(torch.tensor([4])),
-        lambda: cache.batch_select_indices(torch.tensor([True, False])),
-    ):
-        with pytest.raises((ValueError, IndexError)):
-            refused()
-    got, wanted = (forced(model, text[:, 140:], [10], used) for used in (cache, filled(model, text[:, :140])))
-    assert (got - wanted).abs().max() < 1e-3

@@ -174,7 +174,7 @@ def test_recurrent_states(verb: str, argument: Any, rows: list[int], text: Tenso
 def test_another_number_of_rows_changes_no_layer(model: PreTrainedModel, text: Tensor, caches: tuple) -> None:
     """Neither of transformers' own, which may come first."""
     for rows in (1, 2, 4):
-        with pytest.raises(RuntimeError, match=f"holds 3 rows and was given {rows}"):
+        with pytest.raises(RuntimeError, match=f"holds 3 rows and was given {rows}: use batch_repeat_interleave"):
             forced(model, text[:1, :5].expand(rows, -1), [5], caches[0])
     check_same(model, text, *caches)
 

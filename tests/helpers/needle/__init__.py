@@ -141,11 +141,6 @@ def random_words(*, tokens: int = 16384, seed: int = 0) -> str:
     return " ".join(random.Random(f"random words {seed}").choices(ORDINARY, k=tokens - 1))
 
 
-def single_word(*, tokens: int = 16384, seed: int = 0) -> str:
-    """One noise word, repeated."""
-    return " ".join([random.Random(f"single word {seed}").choice(NOISE)] * (tokens - 1))
-
-
 def _noise_words(generator: random.Random, count: int) -> list[str]:
     sentences = generator.choices(SENTENCES, k=-(-count // _SENTENCE_WORDS))
     return [word for sentence in sentences for word in sentence][:count]
