@@ -34,8 +34,8 @@ PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
 CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
-# Of an error of values, beside one of scores that turns outputs as far: by two models written as latent attention.
-VALUE_WEIGHT = 0.25
+# Of an error of values, beside one of scores that turns a value as far: by two models written as latent attention.
+VALUE_WEIGHT = 4.0
 LEFT = "with functions"  # of an origin: those that took part beside the weights, see `make_plain`
 
 

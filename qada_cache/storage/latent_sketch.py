@@ -19,7 +19,7 @@ class LatentSketch(BulkSketch):
 
     codes_open = False
     moments: RunningMoments | None = None
-    # What errors of keys count, float32 `[1, dim]`, where values are channels of them; None: as much as `energies` say.
+    # What errors of keys count, float32 `[1, dim]`, where values are channels of them; None: all count alike.
     error_energies: Tensor | None = None
 
     @property
@@ -34,10 +34,12 @@ class LatentSketch(BulkSketch):
 
     @property
     def query_weights(self) -> Tensor:
-        """As `BulkSketch`."""
-        if self._query_weights is None and self.error_energies is not None:
-            self._query_weights = find_query_weights(self.error_energies, self.layout.dim, self.mean_key.device)
-        return super().query_weights
+        """As `BulkSketch`, of `error_energies`: channels that no query looks at may be values."""
+        if self._query_weights is None:
+            kv_heads, dim = self.mean_key.shape[1:]
+            weights = find_query_weights(self.error_energies, dim, self.mean_key.device)
+            self._query_weights = weights.expand(kv_heads, -1).contiguous()
+        return self._query_weights
 
     def move(self, device: torch.device) -> None:
         """As `BulkSketch`."""
