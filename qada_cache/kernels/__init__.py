@@ -58,7 +58,7 @@ def partial_attention(
         if ours and (found := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
             return found
         if kernels != "torch" and prompt.serves(query, key, value, causal=causal):
-            return prompt.attend_with_lse(query, key, value, scaling=scaling, causal=causal)
+            return prompt.attend_part(query, key, value, scaling=scaling, causal=causal)
         if (operator := find_operator(query, key, value)) is not None:
             return _attend(operator, query, key, value, scaling, causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)

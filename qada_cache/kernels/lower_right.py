@@ -29,7 +29,7 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, 
     """
     group, queries = query.shape[1] // key.shape[1], query.shape[2]
     if prompt.serves(query, key, value, causal=causal):
-        return prompt.attend_with_lse(query, key, value, scaling=scaling, causal=causal)
+        return prompt.attend_part(query, key, value, scaling=scaling, causal=causal)
     if (operator := _find_grouped(query, key, value)) is not None:
         return operator.attend(query, key, value, scaling, causal)
     past = key.shape[2] - (queries if causal else 0)

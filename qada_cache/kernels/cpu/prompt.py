@@ -94,7 +94,7 @@ def prompt_attention(
     kernel.prompt_attention(ctypes.byref(call))
 
 
-def attend_with_lse(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+def attend_part(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
     """What `prompt_attention` writes: `out` `[batch, heads, queries, value_dim]` and `lse`, both float32."""
     out = query.new_empty(*query.shape[:3], value.shape[3], dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
