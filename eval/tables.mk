@@ -47,7 +47,7 @@ tables/latent_trials.csv:  # of what `eval.convert --latent` made of both models
 	$(EVAL).trials --model smollm2-latent --latents --lengths 3072 --documents 2 $(OUT)
 	$(EVAL).trials --model qwen2.5-coder-0.5b-latent --latents --lengths 3072 --documents 2 $(OUT)
 	$(EVAL).trials --model smollm2-latent --latents --tasks prose_niah --lengths 4096 --documents 8 --question sparse $(OUT)
-	$(EVAL).trials --model qwen2.5-coder-0.5b-latent --latents --tasks prose_niah --lengths 4096 --documents 2 --question sparse $(OUT)
+	$(EVAL).trials --model qwen2.5-coder-0.5b-latent --latents --tasks prose_niah --lengths 4096 --documents 1 --question sparse $(OUT)
 
 tables/trials-peers.csv:  # interrupted after 5 needles of Qwen's
 	$(EVAL).trials --peers --documents 8 $(OUT)
