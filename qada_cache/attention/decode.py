@@ -43,7 +43,8 @@ def compute(layer: Asker, store: TokenStore, query: Query, rows: Rows, plan: Pla
     """What `attend_adaptively` returns, by this plan; decisions are counted."""
     bulk, kernel, operands = store.bulk, plan.kernel, plan.operands
     storer = None if query.unstored is None else plan.storer
-    if storer is not None or kernel is compiled_decode.fused_decode:
+    by_itself = kernel is compiled_decode.fused_decode  # which stores the token, and estimates
+    if storer is not None or by_itself:
         query.moments = list_moments(layer, store, rows)
     if not query.moments:
         query.log_bulk = estimate_log_bulk(layer, store, query, rows, plan)
@@ -51,7 +52,7 @@ def compute(layer: Asker, store: TokenStore, query: Query, rows: Rows, plan: Pla
         bulk.find_in_place()  # its copies to the host may be under way
     if storer is not None:
         storer.store(query, store.newest)
-    elif query.unstored is not None and kernel is not compiled_decode.fused_decode:  # which stores them itself
+    elif query.unstored is not None and not by_itself:
         store.write(*query.unstored)
         query.unstored = None
     if kernel is None:

@@ -33,8 +33,8 @@ def _is_by_cpu(layer: Asker, states: Tensor, value: Tensor, past: int) -> bool:
     """Whether the CPU's kernel for prompts is to take queries `[batch, heads, queries, dim]` behind so many tokens."""
     queries, sizes = states.shape[2], (states.shape[3], value.shape[3], states.dtype)
     long = queries >= prompt.MIN_QUERIES and past + queries >= prompt.MIN_TOKENS
-    there = states.is_cpu and long and layer.options.kernels != "torch" and prompt.has_instructions()
-    return there and prompt.serves_sizes(*sizes) and prompt.build(*sizes) is not None
+    there = states.is_cpu and long and layer.options.kernels != "torch" and prompt.serves_sizes(*sizes)
+    return there and prompt.build(*sizes) is not None
 
 
 def attend_to_joined(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:

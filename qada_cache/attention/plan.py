@@ -41,7 +41,7 @@ class Plan:
     queries: torch.Size  # `[batch, heads, queries, dim]`
     storer: Storer | None = None  # of single tokens before `kernel`, which stores them itself or has torch do it
     constant: Tensor | None = None  # see `find_constant`
-    call: "TokenCall | None" = None  # of the last call that took the long way, if others like it need not
+    call: TokenCall | None = None  # of the last call that took the long way, if others like it need not
 
     def __deepcopy__(self, memo: dict) -> None:
         return None

@@ -1,7 +1,7 @@
 """Attention of the newest tokens over themselves, causally, and over all before them, in one call.
 
 Torch's flash attention computes it with fewer KV heads than query heads, and aligns a causal mask with the last token.
-Both are tried before their first use on a device, as in `kernels/__init__.py`. So does our kernel for CPUs.
+Both are tried before their first use on a device, as in `kernels/__init__.py`. On CPUs our kernel for prompts does it.
 """
 
 import functools

@@ -34,7 +34,8 @@ PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
 CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
-# Of an error of values, beside one of scores that turns a value as far: by two models written as latent attention.
+# Of an error of values, beside one of scores that turns a value as far: chosen on a text of one model written as latent
+# attention, and tried on a second.
 VALUE_WEIGHT = 4.0
 LEFT = "with functions"  # of an origin: those that took part beside the weights, see `make_plain`
 
@@ -64,10 +65,8 @@ class QueryEnergies:
         None if the queries of a layer that has `keys` were not seen, or are of other heads. Of latents `[layers, 2,
         dim]`: channels are values as well, so that an error `e` turns a score by `scaling q e`, and a value by its
         share of values. The second row has what both count, as energies."""
-        greatest, seen = _find_greatest(keys), 0
-        energies = torch.zeros(layers, 1 + bool(self.values), *greatest, dtype=torch.float32, device="cpu").flatten(
-            1, 2
-        )
+        (most, widest), seen = _find_greatest(keys), 0
+        energies = torch.zeros(layers, (1 + bool(self.values)) * most, widest, dtype=torch.float32, device="cpu")
         for index in keys.keys() & self.sums.keys():
             sums, (_, heads, _, dim) = self.sums[index], keys[index].shape
             if not len(sums) % heads and sums.shape[1] == dim:

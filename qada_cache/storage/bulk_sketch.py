@@ -89,11 +89,16 @@ class BulkSketch(Versioned):
         return any(self.lengths)
 
     @property
+    def record_energies(self) -> Tensor | None:
+        """What errors of records count, float32 `[kv_heads or 1, dim]`; None: all channels count alike."""
+        return self.energies
+
+    @property
     def query_weights(self) -> Tensor:
-        """`m` of records, float32 `[kv_heads, dim]`, contiguous: made of the energies when a bulk first needs them."""
+        """`m` of records, float32 `[kv_heads, dim]`, contiguous: made of `record_energies` when first needed."""
         if self._query_weights is None:
             kv_heads, dim = self.mean_key.shape[1:]
-            weights = find_query_weights(self.energies, dim, self.mean_key.device)
+            weights = find_query_weights(self.record_energies, dim, self.mean_key.device)
             self._query_weights = weights.expand(kv_heads, -1).contiguous()
         return self._query_weights
 

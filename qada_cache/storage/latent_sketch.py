@@ -8,7 +8,6 @@ from torch import Tensor
 from ..key_moments.running import RunningMoments
 from ..sketch import find_segment_start
 from ..sketch.codec import Sketch, list_fields, round_slopes
-from ..sketch.coded import find_query_weights
 from .bulk import Bulk
 from .bulk_sketch import BulkSketch
 
@@ -33,13 +32,9 @@ class LatentSketch(BulkSketch):
             self.error_energies = errors.to(self.mean_key.device, copy=True)
 
     @property
-    def query_weights(self) -> Tensor:
-        """As `BulkSketch`, of `error_energies`: channels that no query looks at may be values."""
-        if self._query_weights is None:
-            kv_heads, dim = self.mean_key.shape[1:]
-            weights = find_query_weights(self.error_energies, dim, self.mean_key.device)
-            self._query_weights = weights.expand(kv_heads, -1).contiguous()
-        return self._query_weights
+    def record_energies(self) -> Tensor | None:
+        """Channels that no query looks at may be values."""
+        return self.error_energies
 
     def move(self, device: torch.device) -> None:
         """As `BulkSketch`."""
