@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import files
 from ..files import tensor_file
 from ..sketch import SEGMENT_TOKENS
-from ..storage.bulk_sketch import SEGMENTS, TOKENS
+from ..sketch.codec import CODES
 from .naming import EXACT, STATES, Name, name_segment
 
 KIND = "qada-prompt"
@@ -23,7 +23,6 @@ CODED = "coded"  # for a sketch: the file holds a segment in few bits
 FOLDER = "prompts"  # of `files.find_home()`
 # Of each layer on the host, "keys" and "values" [kv_heads, tokens, dim]; and a segment of its sketch, by `CODES`.
 Layers = list[dict[str, Tensor]]
-CODES = (*TOKENS, *SEGMENTS)
 
 
 class Header(NamedTuple):

@@ -33,6 +33,9 @@ MIN_ENERGY = 0.03  # of the mean of the channels: a guard against queries unlike
 MIN_VARIANCE = 1e-4  # likewise
 TINY = torch.finfo(torch.float32).tiny
 FIT = ("units", "centres", "order", "weights")  # what a segment's tokens are coded under
+TOKENS = ("codes", "scales")  # of a `Sketch`, what every token has, in the last dimension
+SEGMENTS = (*FIT, "mean_squares")  # what every segment has
+CODES = (*TOKENS, *SEGMENTS)
 # `round_keys`, or what does the same.
 Rounding = Callable[[Tensor, Mapping[str, Tensor], Tensor, Tensor | None, Layout], tuple[Tensor, Tensor]]
 
@@ -122,6 +125,14 @@ def list_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[str
         "slopes": (torch.int8, (value_dim, dim // 2)),
         "slope_units": (torch.float32, (dim,)),
     }
+
+
+def view_span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
+    """A view of what belongs to tokens `start..stop`, whole segments of a bulk, of one of a sketch's `CODES` `[rows,
+    kv_heads, ...]`."""
+    if name in TOKENS:
+        return tensor[..., start:stop]
+    return tensor[:, :, start // SEGMENT_TOKENS : count_segments(stop) if stop else 0]
 
 
 def set_floor(values: Tensor, share: float) -> Tensor:

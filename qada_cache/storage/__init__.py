@@ -182,17 +182,16 @@ class TokenStore(NearTokens):
             self.bulk.sketch = sketch = kind(self.near_keys, values, layout, energies, kernels)
             if isinstance(sketch, LatentSketch):
                 sketch.take_energies(self.error_energies)
-            self._lead_sketch()
+            self._lead_sketch(sketch)
             for row in self._list_rows():
-                self.bulk.sketch.append_from(self.bulk, row)
+                sketch.append_from(self.bulk, row)
         else:
             kept.kernels = kernels
-            self._lead_sketch()
+            self._lead_sketch(kept)
 
-    def _lead_sketch(self) -> None:
-        """Have the sketch of latents go by the moments, if these are always of all tokens."""
-        if isinstance(sketch := self.bulk.sketch, LatentSketch):
-            sketch.follow(self.moments if self.update_moments else None, self.shared_dim, self.bulk)
+    def _lead_sketch(self, sketch: BulkSketch) -> None:
+        """Have it go by the moments, if these are always of all tokens."""
+        sketch.follow(self.moments if self.update_moments else None, self.shared_dim, self.bulk)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select_rows(self, index: list[int]) -> None:
@@ -230,7 +229,7 @@ class TokenStore(NearTokens):
     def _take_into_moments(self, rows: slice, keys: Tensor) -> None:
         assert self.moments is not None
         self.moments.update(rows, keys)
-        if isinstance(self.bulk.sketch, LatentSketch):
+        if self.bulk.sketch is not None:
             self.bulk.sketch.take_moments(rows)
 
     def lengthen(self, tokens: int, valid: Tensor | None, *, exact: bool) -> None:

@@ -11,16 +11,9 @@ from ..kernels.coding import Coder, choose_coder
 from ..kernels.correlating import take_in
 from ..kernels.cpu import quantizing
 from ..kernels.reference import suspend_autocast
-from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, count_segments, find_segment_start
-from ..sketch.codec import (
-    Rounding,
-    Sketch,
-    average_channels,
-    has_whole_order,
-    list_fields,
-    quantize_segments,
-    round_slopes,
-)
+from ..key_moments.running import RunningMoments
+from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, find_segment_start
+from ..sketch.codec import CODES, TOKENS, Rounding, Sketch, list_fields, view_span
 from ..sketch.coded import find_query_weights
 from . import transfers
 from .versioned import Buffer, Versioned
@@ -28,18 +21,8 @@ from .versioned import Buffer, Versioned
 if TYPE_CHECKING:
     from .bulk import Bulk
 
-TOKENS = ("codes", "scales")  # of a sketch, what every token has, in its last dimension
-SEGMENTS = ("units", "centres", "order", "weights", "mean_squares")  # what every segment has
 # Keys that are coded at once on a CPU: temporaries stay in its caches. A device takes more, as it waits for launches.
 CODED_AT_ONCE = 2048
-
-
-def _view_span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
-    """A view of what belongs to tokens `start..stop`, whole segments of a bulk, of a sketch's tensor `[rows, kv_heads,
-    ...]` that tokens or segments have."""
-    if name in TOKENS:
-        return tensor[..., start:stop]
-    return tensor[:, :, start // SEGMENT_TOKENS : count_segments(stop) if stop else 0]
 
 
 class BulkSketch(Versioned):
@@ -162,15 +145,19 @@ class BulkSketch(Versioned):
 
     def _code(self, rows: slice, keys: Tensor, start: int, stop: int) -> dict[str, Tensor]:
         """Take in what the rows' tokens `start..stop`, whole segments of the bulk, are coded as; views of it."""
-        kept = self.tensors.to_tensors()
-        views = {name: _view_span(name, kept[name][rows], start, stop) for name in (*TOKENS, *SEGMENTS)}
+        views = self._view_codes(rows, start, stop)
         if (coder := self.find_coder()) is not None:
             coder.code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
             return views
         energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-        for name, made in quantize_segments(keys, energies, self.layout, self.rounding).items():
+        for name, made in codec.quantize_segments(keys, energies, self.layout, self.rounding).items():
             views[name].copy_(made)
         return views
+
+    def _view_codes(self, rows: slice, start: int, stop: int) -> dict[str, Tensor]:
+        """Views of what rows' tokens `start..stop`, whole segments of the bulk, are coded as."""
+        kept = self.tensors.to_tensors()
+        return {name: view_span(name, kept[name][rows], start, stop) for name in CODES}
 
     def truncate(self, bulk: "Bulk") -> None:
         """Forget what the bulk has forgotten."""
@@ -185,21 +172,17 @@ class BulkSketch(Versioned):
         start, own = index * SEGMENT_TOKENS, slice(row, row + 1)
         if not self.lengths[row] or start >= find_segment_start(self.lengths[row]):
             return None
-        kept = self.tensors.to_tensors()
-        return {
-            name: _view_span(name, kept[name][own], start, start + SEGMENT_TOKENS)[0] for name in (*TOKENS, *SEGMENTS)
-        }
+        return {name: held[0] for name, held in self._view_codes(own, start, start + SEGMENT_TOKENS).items()}
 
     def adopt(self, bulk: "Bulk", row: int, segments: Sequence[Mapping[str, Tensor]]) -> None:
         """Take over a row's first segments, as `find_segment` gives them, while it has none; `append_from` does the
         rest."""
         tokens, own = len(segments) * SEGMENT_TOKENS, slice(row, row + 1)
         bulk.placement.retry(partial(self._reserve, bulk), bulk.device)
-        kept = self.tensors.to_tensors()
         for index, segment in enumerate(segments):
             start = index * SEGMENT_TOKENS
-            for name in (*TOKENS, *SEGMENTS):
-                _view_span(name, kept[name][own], start, start + SEGMENT_TOKENS).copy_(segment[name][None])
+            for name, held in self._view_codes(own, start, start + SEGMENT_TOKENS).items():
+                held.copy_(segment[name][None])
         for first, end in bulk.cut_spans(row, heads=self.mean_key.shape[1]):
             if first < tokens:
                 self._correlate(own, *bulk.read(own, slice(None), first, min(end, tokens)), first)
@@ -221,7 +204,7 @@ class BulkSketch(Versioned):
         """What a file keeps, by name."""
         kept, tokens = self.tensors.to_tensors(), max(map(self.count_coded, self.lengths))
         return {
-            **{name: _view_span(name, kept[name], 0, tokens) for name in (*TOKENS, *SEGMENTS)},
+            **self._view_codes(slice(None), 0, tokens),
             **{"mean_value": kept["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance},
             **{"sketch_lengths": self.lengths, "query_energies": self.energies},
         }
@@ -250,14 +233,20 @@ class BulkSketch(Versioned):
             part.copy_(found)
         for row, length in enumerate(wanted):
             if length:
-                own, start, kept = slice(row, row + 1), find_segment_start(length), self.tensors.to_tensors()
-                if not has_whole_order(_view_span("order", kept["order"][own], 0, self.count_coded(length))):
+                own, start = slice(row, row + 1), find_segment_start(length)
+                if not codec.has_whole_order(self._view_codes(own, 0, self.count_coded(length))["order"]):
                     raise ValueError(f"row {row} of its sketch has an order that lacks channels")
                 if bulk.beside and self.codes_open:  # no file keeps records of the open segment
-                    made = {name: _view_span(name, kept[name][own], start, length) for name in (*TOKENS, *SEGMENTS)}
+                    made = self._view_codes(own, start, length)
                     with suspend_autocast(self.mean_key.device):
                         bulk.code_open(own, *bulk.read(own, slice(None), start, length), made)
                 self._derive(own, length)
+
+    def follow(self, moments: RunningMoments | None, value_dim: int, bulk: "Bulk") -> None:
+        """Of latents, go by moments of the keys, and have other values: see `LatentSketch`."""
+
+    def take_moments(self, rows: slice) -> None:
+        """Of latents, moments of rows of equal length have changed."""
 
     def count_coded(self, length: int) -> int:
         """How many of a row's tokens are coded, of so many."""
@@ -269,13 +258,13 @@ class BulkSketch(Versioned):
             coder.derive(self.tensors, rows, length, self.covariance)
             return
         kept = self.tensors.to_tensors()
-        used = {name: _view_span(name, kept[name][rows], 0, length) for name in SEGMENTS}
-        for name, part in (self._find_slopes(rows) | average_channels(used, self.layout, length)).items():
+        used = self._view_codes(rows, 0, length)
+        for name, part in (self._find_slopes(rows) | codec.average_channels(used, self.layout, length)).items():
             kept[name][rows] = part
 
     def _find_slopes(self, rows: slice) -> dict[str, Tensor]:
         """What follows from the covariance of rows."""
-        return round_slopes(self.covariance[rows])
+        return codec.round_slopes(self.covariance[rows])
 
     def _correlate(self, rows: slice, keys: Tensor, values: Tensor, before: int) -> None:
         """Take tokens into the means and the covariance of `before` others."""
@@ -297,9 +286,9 @@ class BulkSketch(Versioned):
             return
         used = min(max(self.lengths), room)
         fields = list_fields(self.layout.dim, made["mean_value"].shape[2], self.layout.count, capacity)
-        for name in (*TOKENS, *SEGMENTS):
+        for name in CODES:
             old, shape = made[name], (*made[name].shape[:2], *fields[name][1])
             made[name] = transfers.make_empty(shape, old.dtype, old.device) if name in TOKENS else old.new_zeros(shape)
             if used:
-                _view_span(name, made[name], 0, used).copy_(_view_span(name, old, 0, used))
+                view_span(name, made[name], 0, used).copy_(view_span(name, old, 0, used))
         self.tensors = Sketch(**made)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..kernels.cpu.recording import code_records, decode_records
 from ..sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, count_closed, count_segments
+from ..sketch.codec import CODES, TOKENS
 from ..sketch.coded import RecordLayout, Records, code_tokens, decode_keys, decode_values, estimate_keys, fit_records
 from . import row_tensors
 from .bulk import Bulk, Tokens
-from .bulk_sketch import SEGMENTS, TOKENS
 from .reopened import ReopenedSegment, cut_segments
 
 STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush, but:
@@ -268,7 +268,7 @@ class CodedBulk(Bulk):
         """What the sketch says of keys: float32 `[rows, heads, tokens, dim]`."""
         assert self.sketch is not None
         kept, length = self.sketch.tensors.to_tensors(), self.lengths[rows.indices(len(self.lengths))[0]]
-        made = {name: kept[name][rows, heads] for name in (*TOKENS, *SEGMENTS)}
+        made = {name: kept[name][rows, heads] for name in CODES}
         made |= {name: made[name][..., index] for name in TOKENS}
         of = index.div(SEGMENT_TOKENS, rounding_mode="floor")
         of = of.clamp_max(count_segments(self.sketch.count_coded(length)) - 1)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..sketch import SEGMENT_TOKENS, Layout
-from ..sketch.codec import average_squares, has_whole_order, list_fields, quantize
+from ..sketch.codec import CODES, SEGMENTS, TOKENS, average_squares, has_whole_order, list_fields, quantize
 from ..sketch.coded import RecordLayout, estimate_keys, find_query_weights
-from .bulk_sketch import SEGMENTS, TOKENS, BulkSketch
+from .bulk_sketch import BulkSketch
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +20,7 @@ class ReopenedSegment:
     these when it closes, and other tokens are coded under the same fit. If these do not fit it, the segment is coded
     anew from what is left, once for good. Its tensors are never written: copies of a cache share them."""
 
-    sketch: Mapping[str, Tensor]  # `(*TOKENS, *SEGMENTS)`, `[kv_heads, ...]`
+    sketch: Mapping[str, Tensor]  # `CODES`, `[kv_heads, ...]`
     records: Tensor  # uint8 `[kv_heads, tokens, size]`
     recoded: bool  # whether some of these tokens have been coded twice, and are not to be again
 
@@ -119,5 +119,5 @@ def _restore(record: Mapping[str, Any], sketch: BulkSketch, layout: RecordLayout
             raise ValueError(f"its reopened segment of {tokens} tokens has {name} {found.dtype} {list(found.shape)}")
     if not has_whole_order(record["order"]):
         raise ValueError("its reopened segment has an order that lacks channels")
-    held = {name: record[name] for name in (*TOKENS, *SEGMENTS)}
+    held = {name: record[name] for name in CODES}
     return ReopenedSegment(held, record["records"], bool(record["recoded"]))
