@@ -1,7 +1,8 @@
 """What Triton's kernels are compiled to: `python -m eval.triton_resources --out eval/results/triton-resources.csv`.
 
 No GPU is used: the compiler and the assembler are those that come with Triton. A row is one kernel of one decode step;
-without a group, of storing tokens: of the sketch, or behind a plus of the records alone. It has registers and stack
+without a group, of storing tokens: of the sketch, or behind a plus of the records alone. Latents of 576 channels have
+one row for each of their kernels and numbers of query heads. It has registers and stack
 bytes of a thread, bytes of shared memory of a program, and the instructions of its code, each counted once, however
 often it runs. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
 """
@@ -12,12 +13,14 @@ from typing import Any
 
 import torch
 
-from eval.shared.compiling import SKETCHES, Compiled, Recorder, Step
+from eval.shared.compiling import SKETCHES, Compiled, Recorder, Step, record_latents
 from eval.shared.tables import align, make_parser, new_file, write
+from qada_cache.kernels.triton.latents import WIDE_QUERIES
 
 ARCHITECTURES = (80, 90)
 SIZES = ((64, 3), (64, 7), (80, 8), (96, 4), (128, 1), (128, 4), (128, 8), (256, 2))  # dim, group
 CAPACITY = 40_000
+LATENT, RANK, LATENT_HEADS = 576, 512, (16, 32, 128)
 
 
 def measure_resources(recorder: Recorder, dim: int, group: int | str, sketch: str, architecture: int) -> dict[str, Any]:
@@ -60,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
         if SKETCHES[sketch][0]:
             stored = Step(dim, dim, 1, torch.bfloat16, CAPACITY, *SKETCHES[sketch])
             rows += measure(dim, "", sketch, stored.record_storing())
+    if args.dims is None or LATENT in args.dims:
+        for heads in LATENT_HEADS:
+            rows += measure(LATENT, heads, "", record_latents(LATENT, RANK, heads, torch.bfloat16, most=WIDE_QUERIES))
     print(align(rows))
     if args.out is not None:
         write(args.out, rows)

@@ -14,6 +14,7 @@ from .attention.plan import find_kernel
 from .cache import QAdACache
 from .kernels import partial_attention
 from .kernels.cpu import latent, prompt
+from .kernels.latent_choice import attend_to_latents
 from .kernels.operands import Query
 from .key_moments.defaults import CURRENT, DEFAULT_MOMENTS, MomentsSource, load_default_moments, split_sources
 from .models import find_inputs_device, find_value_dim, list_sizes, read_sizes, unwrap_model
@@ -138,4 +139,4 @@ def _build_latent_kernels(device: torch.device, dtype: torch.dtype, shared: Shar
     latents = torch.zeros(1, 1, MIN_TOKENS, sizes.dim, dtype=dtype, device=device)
     for tokens in (1, 2):
         states = latents.new_zeros(1, 1, config.num_attention_heads * tokens, sizes.dim)
-        partial_attention(states, latents, latents, scaling=1.0, kernels=kernels)
+        attend_to_latents(states, latents, sizes.rank, scaling=1.0, kernels=kernels)

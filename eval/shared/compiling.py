@@ -21,7 +21,16 @@ from triton.compiler import ASTSource
 
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Operands, Query, Rows
-from qada_cache.kernels.triton import coding, copying, correlating, deriving, recording, selected_prompt, storing
+from qada_cache.kernels.triton import (
+    coding,
+    copying,
+    correlating,
+    deriving,
+    latents,
+    recording,
+    selected_prompt,
+    storing,
+)
 from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.sketch import SEGMENT_TOKENS, Layout, find_segment_start
 from qada_cache.sketch.codec import Sketch, list_fields
@@ -34,6 +43,7 @@ KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
 STORING = {coding: ("describe_kernel", "code_kernel", "scale_kernel"), deriving: ("derive_kernel",)}  # and, of records:
 RECORDING = {recording: ("record_kernel",)}
 ABSORBING = {correlating: ("correlate_kernel", "merge_kernel"), copying: ("copy_kernel",)}
+LATENTS = {latents: ("latent_kernel", "latent_merge_kernel")}
 PROMPT = {selected_prompt: ("share_kernel", "sample_kernel", "read_kernel")}
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
 OPTIONS = ("num_stages", "num_warps", "maxnreg")  # of a launch, for the compiler alone
@@ -126,6 +136,14 @@ def record_prompt(dim: int, group: int, capability: tuple[int, int]) -> list["Re
     told = {"scaling": 0.1, "threshold": 1.0, "sinks": 4, "window": 1, "out": torch.empty_like(query)}
     with mock.patch.object(selected_prompt, "find_capability", return_value=capability):
         return _record(PROMPT, lambda: selected_prompt.selected_attention(query, key, value, **told))
+
+
+def record_latents(dim: int, rank: int, queries: int, dtype: torch.dtype, *, most: int) -> list["Recorder"]:
+    """What is launched to attend to a part of a layer's latents, with queries of so many heads, of which a program
+    takes at `most` so many."""
+    query, tokens = (torch.zeros(BATCH, 1, count, dim, dtype=dtype, device="cpu") for count in (queries, 2000))
+    with mock.patch.object(latents, "find_most_queries", return_value=most):
+        return _record(LATENTS, lambda: latents.attend_latents(query, tokens, rank, scaling=0.1))
 
 
 def record_absorbing(dim: int, dtype: torch.dtype) -> list["Recorder"]:

@@ -1,15 +1,15 @@
 """Absorbed queries of latent attention, and the latents of a layer's storage, part by part.
 
-All heads' queries meet one key, whose first channels are the value: on a CPU by a kernel of their own, which decodes
-latents of few bits where it uses them; else by `partial_attention`.
+All heads' queries meet one key, whose first channels are the value: by a kernel of their own, which on a CPU decodes
+latents of few bits where it uses them; else by torch's operations.
 """
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..kernels import partial_attention
 from ..kernels.cpu import latent as compiled
+from ..kernels.latent_choice import attend_to_latents
 from ..sketch import count_segments
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
@@ -32,9 +32,7 @@ def attend_to_parts(
             found = compiled.attend_latents(queries[at], latents, rank, scaling=scaling, layout=layout)
             if found is not None:
                 return found
-        # The rotary channels of the values are computed and left out: so one tensor is keys and values.
-        out, lse = partial_attention(queries[at], latents, latents, scaling=scaling, kernels=kernels)
-        return out[..., :rank], lse
+        return attend_to_latents(queries[at], latents, rank, scaling=scaling, kernels=kernels)
 
     for keys, _ in store.view_near(rows):
         yield every, *attend(every, keys), 0

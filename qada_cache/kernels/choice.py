@@ -38,10 +38,16 @@ def _is_installed() -> bool:
 
 
 def explain_unsupported(
-    query: Tensor, bulk_keys: Tensor, bulk_values: Tensor, criterion: object, records: Records | None = None
+    query: Tensor,
+    bulk_keys: Tensor,
+    bulk_values: Tensor,
+    criterion: object,
+    records: Records | None = None,
+    *,
+    most: int = MAX_DIM,
 ) -> str | None:
-    """Why the Triton kernel cannot compute this call, in words for an error message; None if it can. Tensors and
-    `records` are as in `Query` and `Operands`, `criterion` as in `Options`."""
+    """Why a Triton kernel with heads of `most` channels at most cannot compute this call, in words for an error
+    message; None if it can. Tensors and `records` are as in `Query` and `Operands`, `criterion` as in `Options`."""
     if not _is_installed():
         return f"triton is not installed ({INSTALL.get(sys.platform, f'there is none for {sys.platform}')})"
     from .triton import kernels as triton_kernels
@@ -56,8 +62,8 @@ def explain_unsupported(
     if not query.dtype == bulk_keys.dtype == bulk_values.dtype:
         return f"it has one dtype, not {query.dtype}, {bulk_keys.dtype} and {bulk_values.dtype}"
     dim = max(query.shape[-1], bulk_values.shape[-1])
-    if dim > MAX_DIM:
-        return f"the kernel has head dimensions up to {MAX_DIM}, not {dim}"
+    if dim > most:
+        return f"the kernel has head dimensions up to {most}, not {dim}"
     if criterion == "oracle":
         return "criterion='oracle' needs every score, which the kernel exists not to compute"
     held = bulk_keys if records is None else records.tensor

@@ -206,15 +206,17 @@ def test_latents_are_attended_to_ahead(compiles: bool, monkeypatch: pytest.Monke
     calls: list[tuple[int, ...]] = []
     builds: list[tuple[int, ...]] = []
     kernels: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(preparing, "partial_attention", lambda *given, **_: calls.extend(t.shape for t in given))
+    monkeypatch.setattr(
+        preparing, "attend_to_latents", lambda *given, **_: calls.extend(part.shape for part in given[:2])
+    )
     monkeypatch.setattr(preparing.prompt, "build", lambda *given: builds.append(given))
     monkeypatch.setattr(preparing.latent, "build_latent", lambda *given: kernels.append(given) or compiles)
     prepare(tiny("deepseek_v3"))
     assert not builds  # whose values have 8 channels, no whole vector
     calls.clear()
     prepare(tiny("deepseek_v3", v_head_dim=16))
-    latents = [(1, 1, MIN_TOKENS, 24)] * 2  # keys, and values that are a part of them
-    assert calls == ([] if compiles else [(1, 1, 4, 24), *latents, (1, 1, 8, 24), *latents])
+    latents = (1, 1, MIN_TOKENS, 24)
+    assert calls == ([] if compiles else [(1, 1, 4, 24), latents, (1, 1, 8, 24), latents])
     assert builds == [(16, 16, torch.float32)]
     assert kernels == 2 * [(torch.float32, 24, 16, None)]
 

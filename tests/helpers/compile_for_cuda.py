@@ -1,9 +1,9 @@
 """Compile for CUDA devices that need not be there: `python tests/helpers/compile_for_cuda.py few`.
 
-The kernels are those of decode steps, and those that store tokens. The interpreter accepts kernels that the compiler
-refuses. Prints, for each, the shared memory a program takes; exits with an error if one does not compile, spills
-registers to memory, takes more than the device has, or reads the bulk in copies of less than 16 bytes, records in less
-than whole words.
+The kernels are those of decode steps, of prompts and of latents, and those that store tokens. The interpreter accepts
+kernels that the compiler refuses. Prints, for each, the shared memory a program takes; exits with an error if one does
+not compile, spills registers to memory, takes more than the device has, or reads the bulk in copies of less than 16
+bytes, records in less than whole words.
 """
 
 import re
@@ -11,8 +11,9 @@ import sys
 
 import torch
 
-from eval.shared.compiling import Compiled, Recorder, Step, record_absorbing, record_prompt
+from eval.shared.compiling import Compiled, Recorder, Step, record_absorbing, record_latents, record_prompt
 from qada_cache.kernels import triton as triton_decode
+from qada_cache.kernels.triton import latents
 
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may take, by compute capability
 
@@ -41,6 +42,21 @@ def check_prompts(few: bool) -> None:
             print(f"sm_{capability} {recorder.kernel.__name__}: {compiled.shared} bytes of shared memory")
             assert compiled.shared <= SHARED[capability], "more shared memory than the device has"
             assert compiled.stack == 0, f"spills registers: {compiled.usage}"
+
+
+def check_latents(few: bool) -> None:
+    """Kernels of latent attention, whose tokens are read 16 bytes at a time."""
+    usual = [(90, 576, 512, 16, torch.bfloat16)]
+    rest = [(89, 576, 512, 128, torch.float16), (80, 576, 512, 128, torch.bfloat16), (80, 288, 256, 40, torch.bfloat16)]
+    for capability, *sizes in usual if few else rest:
+        most = latents.QUERIES if SHARED[capability] < latents.WIDE_MEMORY else latents.WIDE_QUERIES
+        for recorder in record_latents(*sizes, most=most):
+            compiled, name = Compiled(recorder, capability), recorder.kernel.__name__
+            print(f"sm_{capability} {name}: {compiled.shared} bytes of shared memory")
+            assert compiled.shared <= SHARED[capability], "more shared memory than the device has"
+            assert compiled.stack == 0, f"spills registers: {compiled.usage}"
+            copies = set(re.findall(r"cp\.async\.c\w\.shared\.global \[.*?\], \[.*?\], (\w+)", compiled.ptx))
+            assert copies <= {"0x10"}, f"copies of {sorted(copies)} bytes"
 
 
 def check_absorbing(few: bool) -> None:
@@ -104,6 +120,7 @@ def main() -> None:
         for recorder in step.record_storing():
             check(recorder, capability, step)
     check_prompts(few)
+    check_latents(few)
     check_absorbing(few)
 
 

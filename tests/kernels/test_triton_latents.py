@@ -1,0 +1,163 @@
+"""Triton's kernel for latents: against float64, beside torch's products, and in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import LATENT, exact, forced, prompt, tiny
+from test_latent_kernel import CALLS, NEAR, SCALING, by_torch, in_float64, tensors
+from torch import Tensor
+
+from qada_cache.kernels import choice, latent_choice
+from qada_cache.kernels.cpu import latent as compiled
+from qada_cache.said_once import warn_once
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
+from steps import DEVICES, interpreter
+
+from qada_cache.kernels.triton import latents as kernel
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks of few queries, and splits of few tokens, several of which are merged one after another."""
+    for name, value in {"QUERIES": 16, "WIDE_QUERIES": 32, "SPLIT_TOKENS": 40, "PARTS": 2}.items():
+        monkeypatch.setattr(kernel, name, value)
+    kernel._bind.cache_clear()
+    yield
+    kernel._bind.cache_clear()
+
+
+def attend(query: Tensor, latents: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
+    """Rows are read where they are in a larger buffer."""
+    assert latents._base is not None
+    held = latents._base.to(device)[1:, :, : latents.shape[2]]
+    found = kernel.attend_latents(query.to(device), held, rank, scaling=SCALING)
+    return found[0].cpu(), found[1].cpu()
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("dtype", "dim", "rank"),
+    [(torch.bfloat16, 576, 512), (torch.float32, 48, 32), (torch.float16, 40, 24), (torch.float16, 24, 16)],
+    ids=str,
+)
+def test_as_near_to_float64_as_torch(dtype: torch.dtype, dim: int, rank: int, device: str) -> None:
+    mean, most = NEAR[dtype]
+    errors: list[tuple[Tensor, Tensor]] = []
+    for queries, tokens in CALLS:
+        query, latents = tensors(queries, tokens, dim, dtype)
+        found = attend(query, latents, rank, device)
+        wanted, wanted_lse = in_float64(query, latents, rank)
+        errors.append(tuple((each - wanted).abs().flatten() for each in (found[0], by_torch(query, latents, rank))))
+        torch.testing.assert_close(found[1].double(), wanted_lse, atol=2e-5, rtol=2e-6)
+    ours, torchs = (torch.cat(each) for each in zip(*errors, strict=True))
+    assert ours.mean() <= mean * torchs.mean()
+    assert ours.max() <= most * torchs.max()
+
+
+@DEVICES
+def test_scores_far_apart(device: str) -> None:
+    """One token outweighs all others, in the first split or in the last."""
+    query, latents = tensors(16, 300, 48, torch.float32, spread=100.0)
+    wanted, wanted_lse = in_float64(query, latents, 32)
+    found = attend(query, latents, 32, device)
+    errors = [(each - wanted).abs().max() for each in (found[0], by_torch(query, latents, 32))]
+    assert errors[0] <= NEAR[torch.float32][1] * errors[1]
+    torch.testing.assert_close(found[1].double(), wanted_lse, atol=1e-4, rtol=2e-6)
+
+
+@DEVICES
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
+def test_what_is_not_finite_shows(device: str) -> None:
+    query, latents = tensors(16, 300, 48, torch.float32)
+    query[0, 0, 3, 5] = latents[1, 0, 150, 7] = torch.nan
+    wrong = ~attend(query, latents, 32, device)[0].isfinite().all(-1)[:, 0]
+    expected = torch.zeros_like(wrong)
+    expected[0, 3] = expected[1] = True
+    assert torch.equal(wrong, expected)
+
+
+@DEVICES
+def test_no_token(device: str) -> None:
+    """The neutral element of merging, as `partial_attention` gives it."""
+    query, latents = tensors(5, 0, 48, torch.float32)
+    out, lse = attend(query, latents, 32, device)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.fixture
+def taken_for_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU without C++ kernels."""
+    for module in (choice, latent_choice):
+        monkeypatch.setattr(module, "AUTO_DEVICES", ("cpu",))
+    monkeypatch.setattr(compiled, "serves_latents", lambda *call: False)
+    latent_choice._find_latent_fault.cache_clear()
+    warn_once.cache_clear()
+    yield
+    latent_choice._find_latent_fault.cache_clear()
+
+
+@interpreter
+@pytest.mark.usefixtures("taken_for_gpu")
+@pytest.mark.parametrize("kind", LATENT)
+def test_a_cache_reads_by_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows, turns and tokens are those of torch's operations, to rounding."""
+    model, (ids, mask), split = tiny(kind), prompt(140, 131), [130, 3, 6, 1]
+    wanted = forced(model, ids, split, exact(model, kernels="torch"), mask)
+    calls: list[int] = []
+    original = kernel.attend_latents
+
+    def counted(query: Tensor, *told: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        calls.append(query.shape[2])
+        return original(query, *told, **named)
+
+    monkeypatch.setattr(kernel, "attend_latents", counted)
+    found = forced(model, ids, split, exact(model), mask)
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], atol=2e-5, rtol=0)
+    assert len(set(calls)) > 2  # the trial's, and those of tokens and turns
+
+
+@interpreter
+@pytest.mark.usefixtures("taken_for_gpu")
+@pytest.mark.parametrize("fault", ["values", "lse", "raises", "behind"])
+def test_what_is_wrong_is_noticed(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch's operations serve, and a warning says so, once."""
+    original = kernel.attend_latents
+
+    def broken(query: Tensor, latents: Tensor, rank: int, *, scaling: float) -> tuple[Tensor, Tensor]:
+        if fault == "raises":
+            raise RuntimeError("no such instruction")
+        if fault == "behind":
+            latents = latents._base[:, :, : latents.shape[2] + 1]
+        out, lse = original(query, latents, rank, scaling=scaling)
+        return (1.1 * out if fault == "values" else out), (lse + 0.1 if fault == "lse" else lse)
+
+    monkeypatch.setattr(kernel, "attend_latents", broken)
+    query, latents = tensors(3, 90, 48, torch.float32)
+    for _ in range(2):
+        assert latent_choice.find_latent_attention(query, latents, 32, "auto") is None
+    assert [record.message for record in caplog.records if "not by Triton's kernel" in record.message][1:] == []
+    assert "latents are read on cpu by torch's operations" in caplog.text
+
+
+@interpreter
+@pytest.mark.usefixtures("taken_for_gpu")
+def test_what_it_does_not_serve() -> None:
+    query, latents = tensors(3, 90, 48, torch.float32)
+    assert latent_choice.find_latent_attention(query, latents, 32, "auto") is not None
+    for other in (
+        (query, latents, 32, "torch"),
+        (query.double(), latents.double(), 32, "auto"),
+        (query, latents.mT.contiguous().mT, 32, "auto"),
+        (*tensors(3, 90, 648, torch.float32), 512, "auto"),
+        (*tensors(3, 90, 576, torch.float32), 520, "auto"),
+        (query.clone().requires_grad_(), latents, 32, "auto"),
+    ):
+        assert latent_choice.find_latent_attention(*other) is None
