@@ -5,7 +5,6 @@ but for the sizes of a token: `D` channels, of which the first `R` are the laten
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -111,20 +110,20 @@ def attend_latents(query: Tensor, latents: Tensor, rank: int, *, scaling: float)
     Returns `out` float32 `[batch, 1, queries, rank]` and `lse` float32 `[batch, 1, queries]`, as `partial_attention`.
     """
     (batch, _, queries, dim), tokens, query = query.shape, latents.shape[2], query.contiguous()
-    shapes: tuple[tuple[int, ...], ...] = (batch, 1, queries, rank), (batch, 1, queries)
-    like: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    out = torch.zeros(batch, 1, queries, rank, dtype=torch.float32, device=query.device)
+    lse = torch.full((batch, 1, queries), -torch.inf, dtype=torch.float32, device=query.device)
     if 0 in (batch, queries, tokens):
-        return torch.zeros(shapes[0], **like), torch.full(shapes[1], -torch.inf, **like)
-    launches, merging, sizes = _bind(
-        dim, rank, min(find_most_queries(query.device), sizing.pad(queries)), query.element_size()
-    )
+        return out, lse
+    most = find_most_queries(query.device)
+    launches, merging, sizes = _bind(dim, rank, min(most, sizing.pad(queries)), query.element_size())
     blocks, block = triton.cdiv(queries, sizes["BLOCK_Q"]), sizes["BLOCK_N"]
     resident = sizes | {"maxnreg": sizing.MOST_REGISTERS}
     splits = sizing.count_splits(tokens, SPLIT_TOKENS, MAX_SPLITS, batch * blocks, query.device, resident)
     split_tokens = triton.cdiv(triton.cdiv(tokens, splits), block) * block
     splits = triton.cdiv(tokens, split_tokens)
-    out, lse = (torch.empty(shape, **like) for shape in shapes)
-    parts = (out, lse) if splits == 1 else [torch.empty(*shapes[1], splits, *end, **like) for end in ((rank,), ())]
+    parts = out, lse
+    if splits > 1:
+        parts = out.new_empty(batch, queries, splits, rank), lse.new_empty(batch, queries, splits)
     numbers = latents.stride(0) // dim, queries, tokens, split_tokens, scaling
     with torch.cuda.device_of(query):  # Triton launches on the current device
         launches.launch(
