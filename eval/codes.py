@@ -24,11 +24,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.shared.deciding import PROMPTS, compare, follow, format_with_error, make_exact_cache, prefill
+from eval.shared.deciding import compare, follow, format_with_error, make_exact_cache, prefill
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
 from eval.shared.peers import quantize
 from eval.shared.tables import make_parser, new_file, report
 from eval.shared.texts import Document, read_prose
+from eval.shared.ways import PROMPTS
 from qada_cache import KeyMoments
 from qada_cache.kernels.operands import Query
 from qada_cache.kernels.query_adaptive import group_queries

@@ -29,12 +29,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.conversation import read_chats
 from eval.shared.deciding import (
-    BOTH,
-    DEFAULT_THETA,
-    OWN,
-    PROMPTS,
     WAY,
-    Way,
     compare,
     find_bulk_bits,
     find_sketch_share,
@@ -43,10 +38,6 @@ from eval.shared.deciding import (
     generate,
     has_own_reading,
     limit_reading,
-    list_all_ways,
-    list_few_ways,
-    list_peer_ways,
-    list_token_ways,
     make_exact_cache,
     prefill,
     put_own_answer,
@@ -69,12 +60,21 @@ from eval.shared.texts import (
     read_prose,
     read_task_documents,
 )
+from eval.shared.ways import (
+    OWN,
+    PROMPTS,
+    Way,
+    list_all_ways,
+    list_few_ways,
+    list_latent_ways,
+    list_peer_ways,
+    list_token_ways,
+)
 from qada_cache import CacheStats, KeyMoments, QAdACache
 from qada_cache.key_moments.defaults import split_sources
 from qada_cache.machine import describe_machine
 from qada_cache.models.latent import find_latent_sizes
 from qada_cache.sketch import MIN_TOKENS
-from qada_cache.state import SKETCH_BITS
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
 
@@ -258,12 +258,6 @@ def main(arguments: list[str] | None = None) -> int:
     run(options, model, tokenizer)
     print(align(summarize(read(options.out))))
     return 0
-
-
-def list_latent_ways() -> list[Way]:
-    """Of latent attention, of which all heads share one key: the default over 16, 8 and 4 bits."""
-    read = f"sketch of {SKETCH_BITS} bits{{}}, {DEFAULT_THETA}"
-    return [Way("qada", BOTH[0], "any", 0.95, read.format(over)) for over in ("", " over 8", " over 4")]
 
 
 def choose_ways(options: argparse.Namespace) -> list[Way]:

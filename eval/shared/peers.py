@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from eval.shared.deciding import SPARE, Way, split
+from eval.shared.deciding import SPARE, split
 from eval.shared.texts import Document
+from eval.shared.ways import Way
 from qada_cache.key_moments.observing import observe_queries
 from qada_cache.tuning.measuring import VALUE_BITS
 from qada_cache.versions import pass_cache

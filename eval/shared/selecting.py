@@ -5,7 +5,8 @@ A way's `read` says so in front of its bits: "sketch of 1.5 bits prefill 12 over
 
 from collections.abc import Sequence
 
-from eval.shared.deciding import BOTH, DEFAULT_THETA, Way, split
+from eval.shared.deciding import split
+from eval.shared.ways import BOTH, DEFAULT_THETA, Way
 from qada_cache import QAdACache
 from qada_cache.state import SKETCH_BITS, THRESHOLD
 

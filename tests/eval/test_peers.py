@@ -25,9 +25,10 @@ import needle
 
 from eval import trials
 from eval.shared import peers
-from eval.shared.deciding import SPARE, Way, list_peer_ways
+from eval.shared.deciding import SPARE
 from eval.shared.peers import AHEAD, METHODS, Prefilled, choose_kept
 from eval.shared.texts import Document
+from eval.shared.ways import Way, list_peer_ways
 from qada_cache.versions import pass_cache
 
 TOKENS, NEAR = 300, 20

@@ -19,10 +19,10 @@ import needle
 
 from eval import trials
 from eval.shared import deciding, texts
-from eval.shared.deciding import Way
 from eval.shared.selecting import list_prompt_ways
 from eval.shared.tables import read
 from eval.shared.texts import Document
+from eval.shared.ways import Way
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.kernels.cpu import selected_prompt
 from qada_cache.sketch import Layout
