@@ -110,10 +110,10 @@ def attend_latents(query: Tensor, latents: Tensor, rank: int, *, scaling: float)
     Returns `out` float32 `[batch, 1, queries, rank]` and `lse` float32 `[batch, 1, queries]`, as `partial_attention`.
     """
     (batch, _, queries, dim), tokens, query = query.shape, latents.shape[2], query.contiguous()
-    out = torch.zeros(batch, 1, queries, rank, dtype=torch.float32, device=query.device)
-    lse = torch.full((batch, 1, queries), -torch.inf, dtype=torch.float32, device=query.device)
+    out = torch.empty(batch, 1, queries, rank, dtype=torch.float32, device=query.device)
+    lse = torch.empty(batch, 1, queries, dtype=torch.float32, device=query.device)
     if 0 in (batch, queries, tokens):
-        return out, lse
+        return out.zero_(), lse.fill_(-torch.inf)
     most = find_most_queries(query.device)
     launches, merging, sizes = _bind(dim, rank, min(most, sizing.pad(queries)), query.element_size())
     blocks, block = triton.cdiv(queries, sizes["BLOCK_Q"]), sizes["BLOCK_N"]
