@@ -1,10 +1,10 @@
 """What Triton's kernels are compiled to: `python -m eval.triton_resources --out eval/results/triton-resources.csv`.
 
 No GPU is used: the compiler and the assembler are those that come with Triton. A row is one kernel of one decode step;
-without a group, of storing tokens: of the sketch, or behind a plus of the records alone. Latents of 576 channels have
-one row for each of their kernels and numbers of query heads. It has registers and stack
-bytes of a thread, bytes of shared memory of a program, and the instructions of its code, each counted once, however
-often it runs. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
+without a group, of storing tokens: of the sketch, or behind a plus of the records alone. Heads of 576 channels are
+those of latents, with as many query heads as the group. A row has registers and stack bytes of a thread, bytes of
+shared memory of a program, and the instructions of its code, each counted once, however often it runs. `sketch` is
+bits a value; behind a plus, `bulk_bits` of records.
 """
 
 import itertools
