@@ -181,6 +181,11 @@ class PrefixStore:
             raise NotImplementedError(
                 "PrefixStore keeps no caches with padding, as it may have moved positions: keep rows one by one"
             )
+        if layers[0].stores_padding and not min(store.alike):
+            raise NotImplementedError(
+                f"PrefixStore keeps no caches of {cache._shared.model.model_type} with padding, which an indexer "
+                "counts, or whose mask was none of transformers' own, or compiled: keep rows one by one"
+            )
         return self.keep_rows(cache, {place: row[:seen] for place, row in enumerate(rows)}, key=key)
 
     def keep_rows(self, cache: QAdACache, rows: dict[int, Sequence[int]], *, key: str | None = None) -> int:
@@ -266,8 +271,9 @@ class PrefixStore:
             try:
                 if not torch.is_autocast_enabled(model.device.type):  # keys may be of another dtype then
                     folder = stack.enter_context(self._open())
-                    listing, root, count = folder.list(self.max_age), name_root(model, key), len(list_layers(cache))
-                    fits, needs_states = partial(has_shapes, model, cache.options, count), count < len(cache.layers)
+                    listing, root = folder.list(self.max_age), name_root(model, key)
+                    ours = [layer.index for layer in list_layers(cache)]
+                    fits, needs_states = partial(has_shapes, model, cache.options, ours), len(ours) < len(cache.layers)
                     own: Any = {"root": root, "needs_states": needs_states, "coded": len(rows) == 1}
                     finder = Finder(folder, listing, cache.options, fits=fits, **own)
             except FileNotFoundError:

@@ -84,6 +84,10 @@ def test_heads_that_select_all(model: PreTrainedModel) -> None:
     assert stats.sketch_read_bytes > 0
 
 
+def test_a_stored_text(model: PreTrainedModel) -> None:
+    assert families.measure_stored(model) <= families.STORED_ROUNDING
+
+
 def test_a_text_goes_on_after_a_crop(model: PreTrainedModel) -> None:
     ids = prompt(120)[0]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calling import DECIDING, EXACT, NEW, Reads, Stop, StoppingStreamer, ours, said, stock
+from latents import INDEXED, make_indexed
 from models import tiny
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -127,6 +128,21 @@ def test_models_whose_layers_cannot_be_cropped(family: str, tmp_path: Path) -> N
     reads.clear()
     assert torch.equal(ours(model, ids, conversations_store=tmp_path), stock(model, ids, None))
     assert reads.first() == 10
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_models_with_an_indexer(kind: str, tmp_path: Path) -> None:
+    """A turn and an edit after restarts."""
+    model, ids = make_indexed(kind), said(300)
+    reads = Reads(model)
+    for read in (300, 10, NEW + 9):
+        reads.clear()
+        got = ours(model, ids, conversations_store=tmp_path)
+        assert torch.equal(got, stock(model, ids, None))
+        assert reads.first() == read
+        forget(model)
+        ids = said(got, 9) if read == 300 else got.index_fill(1, torch.tensor([got.shape[1] - NEW - 9]), 96)
+    assert counters(model)["restored"] == 2
 
 
 def test_models_without_full_attention(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
