@@ -137,7 +137,8 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
     if not isinstance(tokens, Seen):
         return base(**kwargs)
     causal = kwargs.get("mask_function") is causal_mask_function
-    plain, fits = causal and kwargs.get("allow_is_causal_skip", False), padding is None or padding.shape[1:] == (tokens,)
+    plain = causal and kwargs.get("allow_is_causal_skip", False)
+    fits = padding is None or padding.shape[1:] == (tokens,)
     if tokens.forward_pass is not None:
         shows_all = causal and fits and (padding is None or bool(padding.all()))
         tokens.forward_pass.shown = int(tokens) if shows_all else 0

@@ -97,6 +97,8 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
             before = self.seen - queries
             for counts in (store.exact, store.alike):
                 counts[:] = [min(count, before) for count in counts]
+        if self.index == self.shared.model.layers[-1]:
+            self.shared.forward_pass.shown = 0  # of the next pass nothing is known
 
     @torch.compiler.disable
     def expand(self, own: Callable, module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
