@@ -22,8 +22,7 @@ from qada_cache.models.latent import has_indexers
 from qada_cache.versions import pass_cache
 
 TOPK = 12  # tokens that an indexer picks
-# With fewer heads of an indexer many tokens score 0, and which of these are picked depends on how many there are.
-_PICKING = {"index_topk": TOPK, "index_head_dim": 16, "index_n_heads": 64}
+_PICKING = {"index_topk": TOPK, "index_head_dim": 16, "index_n_heads": 2}
 _SHARED = {"num_hidden_layers": 3, "mlp_layer_types": ["dense"] * 3, "indexer_types": ["full", "shared", "full"]}
 INDEXED = {  # kinds of models with an indexer
     "DeepseekV32": {**_PICKING},
