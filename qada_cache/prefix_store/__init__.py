@@ -126,8 +126,9 @@ class PrefixStore:
         model = unwrap_model(model)
         cache, found = QAdACache(model, **keep_as_made(options)), [Beginning() for _ in rows]
         cache.keep_snapshots(self.snapshot_tokens)
-        with self._make_finder(cache, model, rows, key) as finder:
-            if finder is not None and ([*map(len, rows)] == [columns] or not finder.needs_states):
+        alone = [*map(len, rows)] == [columns]  # without padding
+        with self._make_finder(cache, model, rows, key, coded=alone) as finder:
+            if finder is not None and (alone or not finder.needs_states):
                 found = [finder.find(row, most - columns + len(row)) for row in rows]
         begun = min((columns - len(row) + each.tokens for row, each in zip(rows, found, strict=True)), default=0)
         held = [max(begun - columns + len(row), 0) for row in rows]
@@ -145,7 +146,8 @@ class PrefixStore:
     def count(self, model: PreTrainedModel, tokens: Sequence[int], *, key: str | None = None, **options: Any) -> int:
         """How many tokens of one row `cache` would hold if no file is damaged. Reads only headers."""
         model = unwrap_model(model)
-        with self._make_finder(QAdACache(model, **keep_as_made(options)), model, [tokens], key) as finder:
+        cache = QAdACache(model, **keep_as_made(options))
+        with self._make_finder(cache, model, [tokens], key, coded=True) as finder:
             return 0 if finder is None else finder.count(tokens, len(tokens) - 1)
 
     def keep(self, cache: QAdACache, token_ids: Tensor | Sequence[int], *, key: str | None = None) -> int:
@@ -262,9 +264,10 @@ class PrefixStore:
 
     @contextmanager
     def _make_finder(
-        self, cache: QAdACache, model: PreTrainedModel, rows: Sequence[Sequence[int]], key: str | None
+        self, cache: QAdACache, model: PreTrainedModel, rows: Sequence[Sequence[int]], key: str | None, *, coded: bool
     ) -> Iterator[Finder | None]:
-        """What looks for beginnings of rows, for an empty cache; None if nothing can be found."""
+        """What looks for beginnings of rows, for an empty cache, in few bits too if `coded`; None if nothing can be
+        found."""
         check(cache, model, rows, key)
         with ExitStack() as stack:
             finder = None
@@ -274,7 +277,7 @@ class PrefixStore:
                     listing, root = folder.list(self.max_age), name_root(model, key)
                     ours = [layer.index for layer in list_layers(cache)]
                     fits, needs_states = partial(has_shapes, model, cache.options, ours), len(ours) < len(cache.layers)
-                    own: Any = {"root": root, "needs_states": needs_states, "coded": len(rows) == 1}
+                    own: Any = {"root": root, "needs_states": needs_states, "coded": coded}
                     finder = Finder(folder, listing, cache.options, fits=fits, **own)
             except FileNotFoundError:
                 pass  # nothing was kept yet

@@ -60,9 +60,10 @@ def check_held_alike(one: QAdACache, other: QAdACache) -> None:
         assert all(torch.equal(part, yours.beside[name]) for name, part in mine.beside.items())
 
 
-@pytest.mark.parametrize(("bits", "tokens"), [(16, DOCUMENT), (8, 1250), (4, 1250)])
-def test_other_questions_and_an_edit(store: PrefixStore, model: PreTrainedModel, bits: int, tokens: int) -> None:
+@pytest.mark.parametrize("few", [False, True])
+def test_other_questions_and_an_edit(store: PrefixStore, model: PreTrainedModel, few: bool) -> None:
     """As the cache answers that has read the text, and in 16 bits as any does."""
+    bits, tokens = ({"deepseek_v32": 8}.get(model.config.model_type, 4), 1250) if few else (16, DOCUMENT)
     text = prompt(tokens)[0]
     cache = keep(store, model, text, bulk_bits=bits)
     own = [find_indexer_dim(model.config, layer.index) > 0 for layer in cache.layers]
