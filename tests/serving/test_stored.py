@@ -133,7 +133,7 @@ def test_models_whose_layers_cannot_be_cropped(family: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", INDEXED)
 def test_models_with_an_indexer(kind: str, tmp_path: Path) -> None:
     """A turn and an edit after restarts."""
-    model, ids = make_indexed(kind), said(300)
+    model, ids = make_indexed(kind, index_n_heads=64), said(300)
     reads = Reads(model)
     for read in (300, 10, NEW + 9):
         reads.clear()
