@@ -179,14 +179,10 @@ class PrefixStore:
             raise ValueError(
                 f"token_ids are {len(rows)} rows of {columns} tokens, and the cache holds {store.batch} rows of {seen}"
             )
-        if layers[0].padding.known.numel():
+        if layers[0].padding.known.numel() or (layers[0].stores_padding and not min(store.alike)):
             raise NotImplementedError(
-                "PrefixStore keeps no caches with padding, as it may have moved positions: keep rows one by one"
-            )
-        if layers[0].stores_padding and not min(store.alike):
-            raise NotImplementedError(
-                f"PrefixStore keeps no caches of {cache._shared.model.model_type} with padding, which an indexer "
-                "counts, or whose mask was none of transformers' own, or compiled: keep rows one by one"
+                "PrefixStore keeps no caches with padding, as it may have moved positions, and of models with an "
+                "indexer none whose mask was the caller's own, or compiled: keep rows one by one"
             )
         return self.keep_rows(cache, {place: row[:seen] for place, row in enumerate(rows)}, key=key)
 

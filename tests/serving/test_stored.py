@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache
+from qada_cache.attention.indexed import IndexedLayer
 from qada_cache.serving import counters
 from qada_cache.serving.conversations import find_conversations
 
@@ -143,6 +144,17 @@ def test_models_with_an_indexer(kind: str, tmp_path: Path) -> None:
         forget(model)
         ids = said(got, 9) if read == 300 else got.index_fill(1, torch.tensor([got.shape[1] - NEW - 9]), 96)
     assert counters(model)["restored"] == 2
+
+
+def test_an_indexer_whose_mask_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a compiled model."""
+    monkeypatch.delattr(IndexedLayer, "get_mask_sizes")
+    model, ids = make_indexed("DeepseekV32"), said(40)
+    assert torch.equal(ours(model, ids, conversations_store=tmp_path), stock(model, ids, None))
+    assert "conversations are not stored: PrefixStore keeps no caches with padding" in caplog.text
+    assert counters(model)["conversations"] == 1
 
 
 def test_models_without_full_attention(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
