@@ -53,8 +53,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
     HEADS: ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
             "encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
             "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "swa_num_attention_heads",
-            "swa_num_key_value_heads", "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts",
-            "index_n_heads"),
+            "swa_num_key_value_heads", "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
     LAYERS: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
              "encoder_layers", "num_encoder_layers"),
     8: ("mamba_n_heads", "mamba_num_heads", "rotary_dim"),
@@ -68,7 +67,9 @@ _SIZES: dict[int, tuple[str, ...]] = {
                   "intermediate_size", "ffn_dim", "n_inner", "d_inner", "decoder_ffn_dim", "encoder_ffn_dim",
                   "ffn_hidden_size", "dim_ff", "dff", "lru_width", "moe_intermediate_size", "mamba_d_ssm",
                   "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size",
-                  "dense_intermediate_size", "intermediate_size_mlp", "attention_hidden_size", "sliding_window"),
+                  "dense_intermediate_size", "intermediate_size_mlp", "attention_hidden_size", "sliding_window",
+                  # By few heads of an indexer many tokens score 0, and which of them it picks depends on their number.
+                  "index_n_heads"),
     96: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"),
     LONGEST_SHORT: ("original_max_position_embeddings",),
     1024: ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len"),
@@ -101,6 +102,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 2 * DIM},  # of which half the channels turn
+    "mistral_large4": {"image_token_index": 2},  # which no text here has
     "phi3": {"rope_parameters": _LONG_ROPE},
     "phi4_multimodal": {"rope_parameters": _LONG_ROPE},
     "phimoe": {"rope_parameters": {**_LONG_ROPE, "short_mscale": 1.1, "long_mscale": 1.3}},

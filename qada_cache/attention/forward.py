@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..models import attention_table, decoder_forward, latent, unwrap_model
-from ..state.layer import Seen
+from ..state.forward_pass import Seen
 from . import generation
 from .call import Attention, attend, check_shared_keys, is_lending
 from .latent import find_expanding_layer, is_expanding
@@ -130,13 +130,18 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
     """The mask that `base` makes; of a call that continues a QAdACache only what it says of tokens, None or bool
     `[batch, tokens]`: `[queries, tokens]` would be the largest tensor of a long turn.
 
-    Functions that make masks are told numbers of a cache and not the cache, so one of these says whose it is (`Seen`).
+    Functions that make masks are told numbers of a cache and not the cache, so one of these says whose it is (`Seen`),
+    and whose `ForwardPass` is to know whether the mask hides tokens.
     """
     tokens, padding = kwargs["kv_length"], kwargs.get("attention_mask")
     if not isinstance(tokens, Seen):
         return base(**kwargs)
-    plain = kwargs.get("mask_function") is causal_mask_function and kwargs.get("allow_is_causal_skip", False)
+    causal = kwargs.get("mask_function") is causal_mask_function
+    plain = causal and kwargs.get("allow_is_causal_skip", False)
     fits = padding is None or padding.shape[1:] == (tokens,)
+    if tokens.forward_pass is not None:
+        shows_all = causal and fits and (padding is None or bool(padding.all()))
+        tokens.forward_pass.shown = int(tokens) if shows_all else 0
     # For a single token others' masks are `[batch, 1, 1, tokens]` or None; flex attention compiles even that one.
     fewest = 1 if getattr(kwargs.get("config"), "_attn_implementation", None) == "flex_attention" else 2
     return padding if plain and fits and fewest <= kwargs.get("q_length", 1) < tokens else base(**kwargs)

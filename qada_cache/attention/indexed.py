@@ -18,8 +18,9 @@ from ..kernels import merge_partials, partial_attention
 from ..kernels.masked import masked_attention
 from ..kernels.operands import Query
 from ..kernels.reference import suspend_autocast
-from ..models.latent import LatentSizes, expand
+from ..models.latent import LatentSizes, expand, pools_keys
 from ..process_memory import trim_growth
+from ..state.forward_pass import Seen
 from ..state.layer import QAdALayer
 from ..state.stock import require_fit
 from ..storage.padding import read_mask, refuse_bias
@@ -34,6 +35,8 @@ PICKED = 4096  # tokens of a block that is gathered
 class IndexedLayer(LatentLayer, DynamicIndexedLayer):
     """One layer of latents with an indexer, whose own keys `[batch, tokens, dim]` transformers' class keeps on the
     model's device. Layers that go by an earlier layer's indexer have none."""
+
+    stores_padding = True
 
     def reset(self) -> None:
         """Drop all tokens and counters."""
@@ -76,7 +79,26 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
                 f"layer {self.index}: the indexer has keys of {keys.shape[1]} tokens, and {self.seen} are cached: call "
                 "reset() and read the prompt again"
             )
+        if pools_keys(self.shared.model.config):  # whose mask says no more than keys do
+            self.shared.forward_pass.shown = self.seen if keys[..., -1].all() else 0
         return keys
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As `QAdALayer`."""
+        tokens, first = super().get_mask_sizes(query_length)
+        if isinstance(tokens, Seen):
+            tokens.forward_pass = self.shared.forward_pass
+        return tokens, first
+
+    def note_hidden(self, queries: int) -> None:
+        """Have the tokens of a call, which are stored, count as none that are alike, unless its mask is known to hide
+        nothing: no other text is to begin with them."""
+        if self.shared.forward_pass.shown != self.seen and (store := self.store) is not None:
+            before = self.seen - queries
+            for counts in (store.exact, store.alike):
+                counts[:] = [min(count, before) for count in counts]
+        if self.index == self.shared.model.layers[-1]:
+            self.shared.forward_pass.shown = 0  # of the next pass nothing is known
 
     @torch.compiler.disable
     def expand(self, own: Callable, module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,6 +195,7 @@ def attend_to_picked(layer: IndexedLayer, query: Query, base: Callable[[], Tenso
             trim_growth()
     else:
         store.append(incoming, incoming[..., :0], None)
+    layer.note_hidden(queries)
     layer.incoming = None
     return out
 

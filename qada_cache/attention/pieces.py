@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.latent import INDEXED
 from ..storage.padding import NONE
 from ..versions import CACHE_NAMES
 
@@ -59,7 +60,7 @@ def _find_plain(kwargs: dict[str, Any], seen: int) -> Any:
     """The mask of a pass. Models that read images hand their decoder masks by type of layer: if these hide nothing but
     later tokens, those that it makes itself, without any, say the same."""
     mask = kwargs.get("attention_mask")
-    full = mask.get("full_attention") if isinstance(mask, dict) else mask
+    full = mask.get("full_attention", mask.get(INDEXED, mask)) if isinstance(mask, dict) else mask
     if isinstance(mask, dict) and isinstance(full, Tensor) and full.dim() == 4:
         _, valid, visible = NONE.extend(full, batch=len(full), seen=seen, queries=count_new(kwargs))
         return None if valid is None and visible is None else mask

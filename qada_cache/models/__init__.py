@@ -83,7 +83,11 @@ def read_sizes(config: PreTrainedConfig) -> tuple[int, int, int, int]:
 def list_token_sizes(config: PreTrainedConfig) -> list[tuple[int, int, int]]:
     """`(kv_heads, dim, value_dim)` of a token as each managed layer stores it; one for all, if they are alike."""
     if (latents := find_latent_sizes(config)) is not None:
-        return [(1, latents.dim, 0)]
+        turned = getattr(config, "no_rope_layers", None)  # 0 where a layer has no rotary channels
+        if turned is None:
+            return [(1, latents.dim, 0)]
+        layers = find_served_layers(DynamicCache(config=config), config)
+        return [(1, latents.dim if turned[layer] else latents.rank, 0) for layer in layers]
     return [(kv_heads, dim, find_value_dim(config, dim)) for _, kv_heads, dim in list_sizes(config)]
 
 

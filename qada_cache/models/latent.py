@@ -59,6 +59,21 @@ def has_indexers(config: PreTrainedConfig) -> bool:
     return INDEXED in (getattr(config, "layer_types", None) or ()) and find_latent_sizes(config) is not None
 
 
+def find_indexer_dim(config: PreTrainedConfig, layer: int) -> int:
+    """Channels of a token's key in the indexer of a decoder's layer; 0 of a layer without one of its own."""
+    if not has_indexers(config) or config.layer_types[layer] != INDEXED:
+        return 0
+    if (kinds := getattr(config, "indexer_types", None)) is not None and kinds[layer] == "shared":
+        return 0
+    # Keys that are pooled come with as many gates, and whether the token is real.
+    return 2 * config.index_head_dim + 1 if pools_keys(config) else config.index_head_dim
+
+
+def pools_keys(config: PreTrainedConfig) -> bool:
+    """Whether a decoder's indexers cache, last of all channels of a key, whether its token is real."""
+    return bool(getattr(config, "index_kpool", 0))
+
+
 def have_ask(config: PreTrainedConfig) -> None:
     """Have `expand_kv` of the modules of such a decoder ask the layer that a latent is tagged with, by its
     `expand(own, module, latent, rotary)`, with the method as it was as `own`. Idempotent."""

@@ -126,8 +126,9 @@ class PrefixStore:
         model = unwrap_model(model)
         cache, found = QAdACache(model, **keep_as_made(options)), [Beginning() for _ in rows]
         cache.keep_snapshots(self.snapshot_tokens)
-        with self._make_finder(cache, model, rows, key) as finder:
-            if finder is not None and ([*map(len, rows)] == [columns] or not finder.needs_states):
+        alone = [*map(len, rows)] == [columns]  # without padding
+        with self._make_finder(cache, model, rows, key, coded=alone) as finder:
+            if finder is not None and (alone or not finder.needs_states):
                 found = [finder.find(row, most - columns + len(row)) for row in rows]
         begun = min((columns - len(row) + each.tokens for row, each in zip(rows, found, strict=True)), default=0)
         held = [max(begun - columns + len(row), 0) for row in rows]
@@ -145,7 +146,8 @@ class PrefixStore:
     def count(self, model: PreTrainedModel, tokens: Sequence[int], *, key: str | None = None, **options: Any) -> int:
         """How many tokens of one row `cache` would hold if no file is damaged. Reads only headers."""
         model = unwrap_model(model)
-        with self._make_finder(QAdACache(model, **keep_as_made(options)), model, [tokens], key) as finder:
+        cache = QAdACache(model, **keep_as_made(options))
+        with self._make_finder(cache, model, [tokens], key, coded=True) as finder:
             return 0 if finder is None else finder.count(tokens, len(tokens) - 1)
 
     def keep(self, cache: QAdACache, token_ids: Tensor | Sequence[int], *, key: str | None = None) -> int:
@@ -177,9 +179,10 @@ class PrefixStore:
             raise ValueError(
                 f"token_ids are {len(rows)} rows of {columns} tokens, and the cache holds {store.batch} rows of {seen}"
             )
-        if layers[0].padding.known.numel():
+        if layers[0].padding.known.numel() or (layers[0].stores_padding and not min(store.alike)):
             raise NotImplementedError(
-                "PrefixStore keeps no caches with padding, as it may have moved positions: keep rows one by one"
+                "PrefixStore keeps no caches with padding, as it may have moved positions, and of models with an "
+                "indexer none whose mask was the caller's own, or compiled: keep rows one by one"
             )
         return self.keep_rows(cache, {place: row[:seen] for place, row in enumerate(rows)}, key=key)
 
@@ -257,18 +260,20 @@ class PrefixStore:
 
     @contextmanager
     def _make_finder(
-        self, cache: QAdACache, model: PreTrainedModel, rows: Sequence[Sequence[int]], key: str | None
+        self, cache: QAdACache, model: PreTrainedModel, rows: Sequence[Sequence[int]], key: str | None, *, coded: bool
     ) -> Iterator[Finder | None]:
-        """What looks for beginnings of rows, for an empty cache; None if nothing can be found."""
+        """What looks for beginnings of rows, for an empty cache, in few bits too if `coded`; None if nothing can be
+        found."""
         check(cache, model, rows, key)
         with ExitStack() as stack:
             finder = None
             try:
                 if not torch.is_autocast_enabled(model.device.type):  # keys may be of another dtype then
                     folder = stack.enter_context(self._open())
-                    listing, root, count = folder.list(self.max_age), name_root(model, key), len(list_layers(cache))
-                    fits, needs_states = partial(has_shapes, model, cache.options, count), count < len(cache.layers)
-                    own: Any = {"root": root, "needs_states": needs_states, "coded": len(rows) == 1}
+                    listing, root = folder.list(self.max_age), name_root(model, key)
+                    ours = [layer.index for layer in list_layers(cache)]
+                    fits, needs_states = partial(has_shapes, model, cache.options, ours), len(ours) < len(cache.layers)
+                    own: Any = {"root": root, "needs_states": needs_states, "coded": coded}
                     finder = Finder(folder, listing, cache.options, fits=fits, **own)
             except FileNotFoundError:
                 pass  # nothing was kept yet

@@ -17,7 +17,7 @@ from ..state.layer import QAdALayer
 from ..state.snapshots import Snapshot
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
-from .folder import CODED, CODES, Folder, Header, Layers, Listing
+from .folder import CODED, CODES, INDEXER, Folder, Header, Layers, Listing
 from .keeping import store_states, write_segment
 from .naming import Name, describe_reading, make_digest, name_segment
 
@@ -28,6 +28,11 @@ def find_device(cache: QAdACache) -> torch.device:
     """Where the cache's model takes its inputs."""
     model = cache._shared.model.get()
     return torch.device("cpu") if model is None else find_inputs_device(model)
+
+
+def copy_beside(layer: QAdALayer, row: int, start: int, stop: int) -> dict[str, Tensor]:
+    """What a layer keeps beside its store of real tokens `start..stop` of one row, as a file has it."""
+    return {name: held[row : row + 1, start:stop].cpu() for name, held in layer.beside.items()}
 
 
 def find_edge(sinks: int, number: int) -> int:
@@ -65,7 +70,7 @@ def store_row(
             part = list(tokens[start:stop])
             name = Name(root[:16], number, parent, name_segment(parent, part, reading))
             if part and name not in listing.files:
-                made = [_copy_part(store, row, start, stop, number if whole else None) for store in stores]
+                made = [_copy_part(layer, row, start, stop, number if whole else None) for layer in layers]
                 header = Header(part, reading, 0, CODED if whole else "", about)
                 if not (
                     size := write_segment(folder, listing, name, header, made, max_bytes, chain, (start, len(tokens)))
@@ -93,13 +98,15 @@ def _count_whole(stores: Sequence[TokenStore], row: int, tokens: int) -> int:
     return max(most, 0)
 
 
-def _copy_part(store: TokenStore, row: int, start: int, stop: int, segment: int | None) -> dict[str, Tensor]:
+def _copy_part(layer: QAdALayer, row: int, start: int, stop: int, segment: int | None) -> dict[str, Tensor]:
     """A file's tensors of one layer, on the host: those of a closed segment, or of tokens as the model made them."""
-    bulk, own = store.bulk, slice(row, row + 1)
+    store, own = layer.store, slice(row, row + 1)
+    assert store is not None
+    bulk = store.bulk
     assert isinstance(bulk, CodedBulk)
     first = start if segment is None else stop - SEGMENT_TOKENS
     keys, values = store.copy_tokens(own, start, stop if segment is None else first)
-    found = {"keys": keys[0].cpu(), "values": values[0].cpu()}
+    found = {"keys": keys[0].cpu(), "values": values[0].cpu(), **copy_beside(layer, row, start, stop)}
     if segment is not None:
         assert bulk.sketch is not None
         bulk.synchronize()
@@ -150,6 +157,9 @@ def fill(cache: QAdACache, layers: Sequence[QAdALayer], pieces: Sequence[tuple[L
         seen = _fill(layer.store, segments, like if behind is None else behind)
         layer.seen = seen
         layer.crop(total - seen)
+        if INDEXER in held[0]:
+            parts = [each[INDEXER][:, :taken] for each, (_, taken) in zip(held, pieces, strict=True)]
+            layer.restore_beside({INDEXER: torch.cat(parts, dim=1)})
         layer.store.exact, layer.store.alike = [0], [total]
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..cache import QAdACache
 from ..cache_file import decode_record
 from ..models import forgets_states, list_token_sizes
-from ..models.latent import has_indexers
+from ..models.latent import find_indexer_dim
 from ..sketch import Layout
 from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
@@ -21,7 +21,7 @@ from ..storage.coded_bulk import CodedBulk
 from ..storage.padding import NONE, Padding
 from ..tuned_choice import LEFT_OPEN
 from . import coded, sketches
-from .folder import Folder, Layers, Listing
+from .folder import CODES, INDEXER, Folder, Layers, Listing
 from .keeping import store_row
 from .naming import EXACT, describe_reading
 
@@ -47,11 +47,6 @@ def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
             "save() and QAdACache.load keep a whole prompt"
         )
     name = cache._shared.model.model_type
-    if has_indexers(cache._shared.model.config):
-        raise NotImplementedError(
-            f"PrefixStore keeps no prompts of {name}, whose indexer has keys of its own: save() and QAdACache.load "
-            "keep a whole prompt"
-        )
     if forgets_states(cache._shared.model.config):
         raise NotImplementedError(
             f"PrefixStore keeps no prompts of {name}, whose linear layers forget their states where several tokens "
@@ -86,7 +81,8 @@ def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
         assert layer.store is not None
         keys, values = layer.store.copy_tokens(slice(row, row + 1), start, stop)
         code = sketches.find_code(layer.store, row, start, stop)
-        found.append({"keys": keys[0].cpu(), "values": values[0].cpu(), **code})
+        beside = coded.copy_beside(layer, row, start, stop)
+        found.append({"keys": keys[0].cpu(), "values": values[0].cpu(), **code, **beside})
     return found
 
 
@@ -124,26 +120,31 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
         coded.fill(cache, list_layers(cache), pieces)
         return
     lengths = [sum(taken for _, taken in pieces) for pieces in rows]
-    known = torch.ones(len(rows), seen, dtype=torch.bool, device="cpu")
+    real = torch.ones(len(rows), seen, dtype=torch.bool, device="cpu")
     for row, length in enumerate(lengths):
-        known[row, : seen - length] = False
-    padding, valid = (NONE, None) if known.all() else (Padding(known), known)
+        real[row, : seen - length] = False
+    padding, valid = (NONE, None) if real.all() else (Padding(real), real)
     device = coded.find_device(cache)
     for place, layer in enumerate(list_layers(cache)):
         keys, values = (_join(rows, lengths, place, part, seen).to(device) for part in _PARTS)
         layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
         store = layer.store
         assert store is not None
+        known, shown = (NONE, None) if layer.stores_padding else (padding, valid)
+        # With padding that is stored among tokens no other text begins.
+        alike = [0 if layer.stores_padding and length < seen else length for length in lengths]
         if isinstance(store.bulk, CodedBulk):  # which codes tokens behind its sketch as they come
-            store.absorb(keys, values, valid)
-            store.exact, store.alike, sketch = [0] * len(rows), list(lengths), None
+            store.absorb(keys, values, shown)
+            store.exact, store.alike, sketch = [0] * len(rows), alike, None
         else:
             sketch, store.bulk.sketch = store.bulk.sketch, None
-            store.absorb(keys, values, valid)
-            store.exact, store.alike, store.bulk.sketch = list(exact), list(lengths), sketch
+            store.absorb(keys, values, shown)
+            store.exact, store.alike, store.bulk.sketch = list(map(min, exact, alike)), alike, sketch
         for row, pieces in enumerate(rows if sketch is not None else ()):
             sketches.restore(store, row, [layers for layers, _ in pieces], place)
-        layer.seen, layer.padding = seen, padding
+        layer.seen, layer.padding = seen, known
+        if any(INDEXER in layers[place] for pieces in rows for layers, _ in pieces):
+            layer.restore_beside({INDEXER: _join(rows, lengths, place, INDEXER, seen)[:, 0].to(device)})
 
 
 @torch.no_grad()
@@ -168,7 +169,7 @@ def restore_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) ->
 
 
 def _join(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str, seen: int) -> Tensor:
-    """The "keys" or "values" of one layer, `[rows, kv_heads, seen, dim]`, zeros where there is padding."""
+    """A part of one layer, `[rows, kv_heads, seen, dim]`, zeros where there is padding."""
     like = next(layers[place][part] for pieces in rows for layers, _ in pieces)
     made = like.new_empty(len(rows), like.shape[0], seen, like.shape[2])
     for row, (pieces, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -180,20 +181,20 @@ def _join(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str,
     return made
 
 
-def has_shapes(model: PreTrainedModel, options: Options, count: int, layers: Layers) -> bool:
-    """Whether `layers` fit: keys and values have the shapes and dtype of the model, of which `count` layers are stored,
-    and codes of the sketch, if there are any, have the layout of `options`."""
+def has_shapes(model: PreTrainedModel, options: Options, indices: Sequence[int], layers: Layers) -> bool:
+    """Whether `layers` fit: keys and values have the shapes and dtype of the model, whose layers `indices` are stored,
+    keys of indexers their width, and codes of the sketch, if there are any, have the layout of `options`."""
     config = model.config.get_text_config(decoder=True)
-    sizes = list_token_sizes(config)
-    if len(layers) != count:
+    sizes, widths = list_token_sizes(config), [find_indexer_dim(config, index) for index in indices]
+    if [layer[INDEXER].shape[2] if INDEXER in layer else 0 for layer in layers] != widths:
         return False
-    pairs = zip(layers, sizes * count if len(sizes) == 1 else sizes, strict=True)
+    pairs = zip(layers, sizes * len(layers) if len(sizes) == 1 else sizes, strict=True)
     if layers and "records" in layers[0]:
         return all(coded.has_shapes(own, model.dtype, options, layer) for layer, own in pairs)
     return all(
         (layer["keys"].shape[0], layer["keys"].shape[2], layer["values"].shape[2]) == own
         and layer["keys"].dtype == layer["values"].dtype == model.dtype
-        and (len(layer) == len(_PARTS) or _has_code(layer, own[1], options))
+        and (not layer.keys() & {*CODES} or _has_code(layer, own[1], options))
         for layer, own in pairs
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..state import Options
 from .coded import describe_coded, find_edge
-from .folder import CODED, Folder, Header, Layers, Listing
+from .folder import CODED, CODES, Folder, Header, Layers, Listing
 from .naming import EXACT, SEGMENT_TOKENS, STATES, Name, describe_reading, name_segment
 from .sketches import digest_sketch
 
@@ -200,7 +200,7 @@ class Finder:
         try:
             header, layers = self.folder.read(name)
             if header.sketch not in (self._sketch, CODED):
-                layers = [{part: layer[part] for part in ("keys", "values")} for layer in layers]
+                layers = [{part: held for part, held in layer.items() if part not in CODES} for layer in layers]
             if not self._fits(layers):
                 raise ValueError(f"{name} holds keys or values of another shape or dtype than the model's")
             return header, layers

@@ -21,8 +21,10 @@ from .naming import EXACT, STATES, Name, name_segment
 KIND = "qada-prompt"
 CODED = "coded"  # for a sketch: the file holds a segment in few bits
 FOLDER = "prompts"  # of `files.find_home()`
-# Of each layer on the host, "keys" and "values" [kv_heads, tokens, dim]; and a segment of its sketch, by `CODES`.
+# Of each layer on the host, "keys" and "values" [kv_heads, tokens, dim]; a segment of its sketch, by `CODES`; and keys
+# of its own indexer [1, tokens, dim], if it has one, which are never in few bits.
 Layers = list[dict[str, Tensor]]
+INDEXER = "indexer_keys"
 
 
 class Header(NamedTuple):
@@ -176,15 +178,25 @@ class Folder:
         path = self.path / str(name)
         names = ["keys", "values", *(CODES if header.sketch else ()), *(["records"] if header.sketch == CODED else [])]
         try:
-            places = range(len(tensors) // len(names))
+            places = range(sum(name.startswith("keys ") for name in tensors))
             layers = [{name: tensors[f"{name} {place}"] for name in names} for place in places]
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}") from error
-        for keys, values in ((layer["keys"], layer["values"]) for layer in layers):
+        for place, layer in enumerate(layers):
+            if (found := tensors.get(f"{INDEXER} {place}")) is not None:
+                layer[INDEXER] = found
+        if sum(map(len, layers)) != len(tensors):
+            raise ValueError(f"{path} holds other tensors than its {len(layers)} layers")
+        for layer in layers:
+            keys, values = layer["keys"], layer["values"]
             fits = keys.dim() == values.dim() == 3 and keys.shape[:2] == values.shape[:2]
             made = len(header.tokens) - (SEGMENT_TOKENS if header.sketch == CODED else 0)
             if not fits or keys.shape[1] != made or not keys.is_floating_point():
                 raise ValueError(f"{path} holds keys {list(keys.shape)} beside values {list(values.shape)}")
+            if (found := layer.get(INDEXER)) is not None:
+                fits = found.is_floating_point() and found.shape[:-1] == (1, len(header.tokens))
+                if not fits:
+                    raise ValueError(f"{path} holds keys of an indexer {found.dtype} {list(found.shape)}")
         return header, layers
 
     def write(

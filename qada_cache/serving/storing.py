@@ -37,6 +37,10 @@ def _make(folder: str | None) -> PrefixStore:
     return PrefixStore(folder)
 
 
+def _say_why(error: NotImplementedError) -> None:
+    warn_once(logger, f"conversations are not stored: {error}")
+
+
 class Stored:
     """One call's prompt in a store, if there is one."""
 
@@ -55,7 +59,7 @@ class Stored:
             try:
                 self.tokens = store.count(model, self._prompt, key=key, **options)
             except NotImplementedError as error:  # its layers cannot be cropped, for example
-                warn_once(logger, f"conversations are not stored: {error}")
+                _say_why(error)
                 self._store = None
 
     def restore(self, *, forget: Callable[[], int]) -> QAdACache:
@@ -67,4 +71,7 @@ class Stored:
     def keep(self, cache: QAdACache, tokens: Tensor) -> None:
         """Store what a cache holds, which is `tokens`."""
         if self._store is not None:
-            self._store.keep(cache, tokens, key=self._key)
+            try:
+                self._store.keep(cache, tokens, key=self._key)
+            except NotImplementedError as error:  # by a compiled model, an indexer's cache does not know its mask
+                _say_why(error)

@@ -73,6 +73,12 @@ def describe_rows(
     }
 
 
+class Seen(int):
+    """Tokens that a mask is asked for to attend to in a `QAdALayer`: attention there needs no mask of every pair."""
+
+    forward_pass: "ForwardPass | None" = None  # which is to know whether the mask hides any of them
+
+
 class Lead(NamedTuple):
     """What the first layer of a pass found of one token of every row, none of them padding, that a kernel computed."""
 
@@ -95,6 +101,8 @@ class ForwardPass:
         # Of a step that a graph is captured of (`decode_graph/`), whose new tokens are all real: they are written to.
         self.given: Rows | None = None
         self.lead: Lead | None = None  # of this pass, which layers behind the first one may follow
+        # Tokens of the mask that was made last, if it hides none of them, which what an indexer picks does not say.
+        self.shown = 0
         self._rows: tuple[Any, Rows] | None = None
         self._read: Any = WeakTensorKeyDictionary()  # what `read_padding` found for a mask, as long as that is there
 

@@ -17,6 +17,7 @@ from ..versions import CACHE
 from . import Shared
 from .asker import Asker
 from .counters import Counters
+from .forward_pass import Seen
 
 # On a GPU each token of a call reads for itself, exact attention reads once for all. On an H100 behind 32,768 tokens of
 # Llama-3-8B to read all takes as long as 13 tokens' selections over the bus, and as one token's on the device.
@@ -37,15 +38,12 @@ def _make_no_tensor(name: str) -> Any:
     return property(refuse, refuse)
 
 
-class Seen(int):
-    """Tokens that a mask is asked for to attend to in a `QAdALayer`: attention there needs no mask of every pair."""
-
-
 class QAdALayer(Asker, DynamicLayer):
     """One full-attention layer: its tokens, padding and counters, and those of layers that read its keys. `update` only
     tags new tokens. `attention/call.py` stores them: it has the queries, and the mask that tells padding."""
 
     keys, values = _make_no_tensor("keys"), _make_no_tensor("values")
+    stores_padding = False  # whether padding takes the place of tokens in its store
 
     def __init__(self, shared: Shared, index: int) -> None:
         DynamicLayer.__init__(self)
@@ -150,7 +148,7 @@ class QAdALayer(Asker, DynamicLayer):
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """What a file keeps of the layer beside its store, by name."""
+        """What a file keeps of the layer beside its store, by name: `[batch, tokens, dim]`."""
         return {}
 
     def restore_beside(self, kept: dict[str, Tensor]) -> None:

@@ -7,47 +7,26 @@ import copy
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import transformers
-from latents import assert_near, check_copies_files_crops_and_rows
-from models import FAMILIES, dynamic, exact, forced, generate, logits_of, prompt, tiny
+from latents import INDEXED, TOPK, assert_near, check_copies_files_crops_and_rows, make_indexed
+from models import dynamic, exact, forced, generate, logits_of, prompt
 from stand_in import accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import KeyMoments, PrefixStore, QAdACache, restore_attention
+from qada_cache import KeyMoments, QAdACache, restore_attention
 from qada_cache.attention import forward, indexed
 from qada_cache.attention.indexed import IndexedLayer
-from qada_cache.models.latent import has_indexers
 from qada_cache.versions import pass_cache
 
-TOPK = 12
-_PICKING = {"index_topk": TOPK, "index_head_dim": 16, "index_n_heads": 2}
-_SHARED = {"num_hidden_layers": 3, "mlp_layer_types": ["dense"] * 3, "indexer_types": ["full", "shared", "full"]}
-KINDS = {
-    "DeepseekV32": {**_PICKING},
-    "HYV4": {**_PICKING, **_SHARED},  # with learned sinks, and eager attention alone
-}
 SPLIT = [100, 30, 3, 1, 1, 40, 1, 1]  # tokens: more at once than the window, fewer, one
 
 
-def make(kind: str, **changes: Any) -> PreTrainedModel:
-    if not hasattr(transformers, f"{kind}ForCausalLM"):
-        pytest.skip("this transformers does not have it")
-    own = {**FAMILIES["deepseek_v3"][1], **KINDS[kind]}
-    with patch.dict(FAMILIES, {kind: (kind, own)}):
-        model = tiny(kind, attention="eager" if kind == "HYV4" else changes.pop("attention", "sdpa"), **changes)
-    if not has_indexers(model.config):
-        pytest.skip("this transformers caches expanded keys of it")
-    return model
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=INDEXED)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return make(request.param)
+    return make_indexed(request.param)
 
 
 @pytest.mark.parametrize("how", ["absorbed", "expanded"])
@@ -72,7 +51,7 @@ def test_turns_of_padded_rows(
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"prefill_chunk_size": 17}, {"prompt_lookup_num_tokens": 4}])
 def test_modes_of_generate(mode: dict[str, Any], attention: str) -> None:
-    model = make("DeepseekV32", attention=attention)
+    model = make_indexed("DeepseekV32", attention=attention)
     lookup = "prompt_lookup_num_tokens" in mode
     ids, mask = prompt(90) if lookup else prompt(90, 71)
     wanted, got = (generate(model, ids, each, attention_mask=mask, **mode) for each in (dynamic(model), exact(model)))
@@ -123,7 +102,7 @@ def test_copies_files_crops_and_rows(model: PreTrainedModel, tmp_path: Path) -> 
 
 
 def test_forged_keys_of_an_indexer_are_refused() -> None:
-    model = make("DeepseekV32")
+    model = make_indexed("DeepseekV32")
     cache = exact(model)
     forced(model, prompt(50)[0], [50], cache)
     layer = cache.layers[0]
@@ -138,7 +117,7 @@ def test_forged_keys_of_an_indexer_are_refused() -> None:
 
 
 @torch.no_grad()
-def test_a_refused_call_changes_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_refused_call_changes_nothing(model: PreTrainedModel) -> None:
     ids = prompt(60)[0]
     cache = exact(model)
     forced(model, ids[:, :50], [50], cache)
@@ -147,12 +126,10 @@ def test_a_refused_call_changes_nothing(model: PreTrainedModel, tmp_path: Path) 
     with pytest.raises(ValueError, match="adds numbers to scores"):
         model(ids[:, 50:51], attention_mask=biased, **pass_cache(cache))
     assert torch.equal(model(ids[:, 50:51], **pass_cache(cache)).logits, wanted)
-    with pytest.raises(NotImplementedError, match="whose indexer has keys of its own"):
-        PrefixStore(tmp_path).cache(model, ids)
 
 
 def test_other_caches_and_no_trace() -> None:
-    model, ids = make("DeepseekV32"), prompt(60)[0]
+    model, ids = make_indexed("DeepseekV32"), prompt(60)[0]
     kind = type(model.model.layers[0].self_attn)
     before = [forced(model, ids, [40, 1], each) for each in (dynamic(model), None)]
     cache = exact(model)
@@ -168,7 +145,7 @@ def test_other_caches_and_no_trace() -> None:
 
 def test_heads_decide_nothing() -> None:
     """Whatever the criterion."""
-    model = make("DeepseekV32")
+    model = make_indexed("DeepseekV32")
     with pytest.raises(ValueError, match="no full-attention layers, so there are no key moments"):
         KeyMoments.collect(model)
     assert QAdACache(model, criterion="gaussian").options.criterion == "dense"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, Cache, PreTrainedModel
 
 from eval import families
-from qada_cache import QAdACache
+from qada_cache import PrefixStore, QAdACache
 from qada_cache.attention.latent import LatentLayer
 from qada_cache.models import latent
 
@@ -82,6 +83,11 @@ def test_heads_that_select_all(model: PreTrainedModel) -> None:
     stats = cache.stats()
     assert stats.bulk_read_bytes == stats.dense_bulk_bytes
     assert stats.sketch_read_bytes > 0
+
+
+def test_a_stored_text(model: PreTrainedModel, tmp_path: Path) -> None:
+    assert PrefixStore(tmp_path).count(model, range(5, 90), **families.EXACT) == 0  # and refuses none of these tokens
+    assert families.measure_stored(model) <= families.STORED_ROUNDING
 
 
 def test_a_text_goes_on_after_a_crop(model: PreTrainedModel) -> None:

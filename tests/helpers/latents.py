@@ -7,18 +7,40 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from models import dynamic, exact, forced, prompt, rounding
+import transformers
+from models import FAMILIES, dynamic, exact, forced, prompt, rounding, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
 from qada_cache.attention.latent_attention import LatentAttention
+from qada_cache.models.latent import has_indexers
 from qada_cache.versions import pass_cache
 
+TOPK = 12  # tokens that an indexer picks
+_PICKING = {"index_topk": TOPK, "index_head_dim": 16, "index_n_heads": 2}
+_SHARED = {"num_hidden_layers": 3, "mlp_layer_types": ["dense"] * 3, "indexer_types": ["full", "shared", "full"]}
+INDEXED = {  # kinds of models with an indexer
+    "DeepseekV32": {**_PICKING},
+    "HYV4": {**_PICKING, **_SHARED},  # with learned sinks, and eager attention alone
+}
 SPLIT = [100, 30, 3, 1, 40, 1]  # tokens: a prompt, a long turn and a short one, a token, another long turn, a token
+
+
+def make_indexed(kind: str, **changes: Any) -> PreTrainedModel:
+    """A tiny model of one of these kinds."""
+    if not hasattr(transformers, f"{kind}ForCausalLM"):
+        pytest.skip("this transformers does not have it")
+    own = {**FAMILIES["deepseek_v3"][1], **INDEXED[kind]}
+    with patch.dict(FAMILIES, {kind: (kind, own)}):
+        model = tiny(kind, attention="eager" if kind == "HYV4" else changes.pop("attention", "sdpa"), **changes)
+    if not has_indexers(model.config):
+        pytest.skip("this transformers caches expanded keys of it")
+    return model
 
 
 def assert_near(model: PreTrainedModel, got: Tensor, wanted: Tensor) -> None:

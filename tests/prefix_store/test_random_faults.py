@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from latents import INDEXED, make_indexed
 from models import SMALL, prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -38,6 +39,7 @@ KINDS = {  # the family, bits of the bulk, tokens: few bits need a segment that 
     "linear": ("qwen3_next", 16, 330),
     "sliding, 4 bits": ("gemma3", 4, 1250),
     "linear, 8 bits": ("qwen3_next", 8, 1250),
+    "indexer, 4 bits": ("HYV4", 4, 1250),
 }
 
 
@@ -78,7 +80,8 @@ def open_store(folder: Path) -> PrefixStore:
 @functools.cache
 def make_scene(kind: str, folder: Path) -> Scene:
     family, bits, tokens = KINDS[kind]
-    model, text = tiny(family, max_position_embeddings=2048), prompt(tokens)[0]
+    make = make_indexed if family in INDEXED else tiny
+    model, text = make(family, max_position_embeddings=2048), prompt(tokens)[0]
     options = {"threshold": 1.0, "moments": "current", "bulk_bits": bits, **SMALL}
     store = open_store(folder)
     whole = store.cache(model, text, **options)
@@ -86,7 +89,7 @@ def make_scene(kind: str, folder: Path) -> Scene:
     scene.answers[0] = scene.read(whole)
     assert store.keep(whole, text) == tokens
     scene.found = scene.ask(open_store(folder))[1]
-    assert scene.found == tokens - (1 if family == "llama" else EVERY)
+    assert scene.found == tokens - (1 if family in ("llama", *INDEXED) else EVERY)
     layer = next(layer for layer in whole.layers if isinstance(layer, QAdALayer))
     assert (isinstance(layer.store.bulk, CodedBulk) and layer.store.bulk.stored[0] > 0) is (bits < 16)
     return scene

@@ -155,6 +155,10 @@ def test_who_finds_what(store: PrefixStore, model: PreTrainedModel) -> None:
     assert another(store).cache(model, TEXT, **OPTIONS).get_seq_length() == 2099
     ids = torch.cat([TEXT[:, :1700], TEXT[:, :1700]])
     assert another(store).cache(model, ids, **OPTIONS).get_seq_length() == 1500
+    padded, mask = torch.nn.functional.pad(TEXT, (50, 0)), torch.nn.functional.pad(torch.ones_like(TEXT), (50, 0))
+    got = another(store).cache(model, padded, attention_mask=mask, **OPTIONS)
+    assert got.get_seq_length() == 1550  # as the model made them
+    assert got.layers[0].store.lengths == [1500]
 
 
 def test_no_room_and_faults(

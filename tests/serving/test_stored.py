@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from calling import DECIDING, EXACT, NEW, Reads, Stop, StoppingStreamer, ours, said, stock
+from latents import INDEXED, make_indexed
 from models import tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache
+from qada_cache.attention.indexed import IndexedLayer
 from qada_cache.serving import counters
 from qada_cache.serving.conversations import find_conversations
 
@@ -127,6 +129,32 @@ def test_models_whose_layers_cannot_be_cropped(family: str, tmp_path: Path) -> N
     reads.clear()
     assert torch.equal(ours(model, ids, conversations_store=tmp_path), stock(model, ids, None))
     assert reads.first() == 10
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_models_with_an_indexer(kind: str, tmp_path: Path) -> None:
+    """A turn and an edit after restarts."""
+    model, ids = make_indexed(kind, index_n_heads=64), said(300)
+    reads = Reads(model)
+    for read in (300, 10, NEW + 9):
+        reads.clear()
+        got = ours(model, ids, conversations_store=tmp_path)
+        assert torch.equal(got, stock(model, ids, None))
+        assert reads.first() == read
+        forget(model)
+        ids = said(got, 9) if read == 300 else got.index_fill(1, torch.tensor([got.shape[1] - NEW - 9]), 96)
+    assert counters(model)["restored"] == 2
+
+
+def test_an_indexer_whose_mask_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a compiled model."""
+    monkeypatch.delattr(IndexedLayer, "get_mask_sizes")
+    model, ids = make_indexed("DeepseekV32"), said(40)
+    assert torch.equal(ours(model, ids, conversations_store=tmp_path), stock(model, ids, None))
+    assert "conversations are not stored: PrefixStore keeps no caches with padding" in caplog.text
+    assert counters(model)["conversations"] == 1
 
 
 def test_models_without_full_attention(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
