@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
             made.add_argument("--model", metavar="MODEL", help="the same")
         return made
 
-    add = command("moments", hub).add_argument
+    add = command("moments", hub, tokens=1).add_argument
     add("--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)")
     add("--text", type=Path, help="text file to take real text or words from, instead of our article")
     add("--dataset", help="dataset to take the text from, of the Hub or a path")
@@ -145,10 +145,21 @@ def check_options(options: argparse.Namespace) -> None:
             raise FileNotFoundError(f"--{name}: there is no folder {path.parent}")
         if path is not None and path.is_dir() and options.command != "serve-folder":
             raise IsADirectoryError(f"--{name}: {path} is a folder, name a file in it")
-    if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'")
+    if (picture := getattr(options, "plot", None)) is not None:
+        _check_picture(picture)
     if getattr(options, "prefill", False) and options.bytes is not None:
         raise ValueError("--prefill goes by KL, of which --bytes says nothing: give --kl")
     for name, least in options.least.items():
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+        if (given := getattr(options, name)) is not None and given < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {given}")
+
+
+def _check_picture(path: Path) -> None:
+    """Raise ValueError, if nothing can draw a picture of this name."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'qada-cache[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.filetypes
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot: matplotlib draws no {path.suffix} files, but {', '.join(sorted(kinds))}")

@@ -1,6 +1,7 @@
 """The commands of `qada`, of arguments that were read."""
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,14 @@ def choose_setting(options: argparse.Namespace) -> int:
     read = prompts.tune_prompts(model, *pieces, options.kl) if options.prefill else None
     if read is not None:
         _print_table(prompts.make_table(read), *prompts.write_sentences(read))
-    if options.plot:
+    status = _keep_choice(options.model, model, found, read)
+    if options.plot:  # last: a disk that is full is not to cost what took minutes to measure
         tuning.plot(found, options.plot)
+    return status
+
+
+def _keep_choice(name: str, model: Any, found: tuning.Outcome, read: prompts.PromptOutcome | None) -> int:
+    """Keep what was chosen for the model of this name, and say so; 1, if nothing was kept."""
     by_hand = "A setting of a table can be given by hand: QAdACache(model, token_threshold=..., threshold=...)"
     if not found.confirmed:
         print(f"Nothing was kept. {by_hand}")
@@ -124,7 +131,7 @@ def choose_setting(options: argparse.Namespace) -> int:
         print(f"The choice cannot be kept ({error}). {by_hand}")
         return 1
     print(
-        f"Kept in {path} for {options.model} in {model.dtype}: QAdACache(model, tuned=True) goes by it, and so do "
+        f"Kept in {path} for {name} in {model.dtype}: QAdACache(model, tuned=True) goes by it, and so do "
         "qada profile --tuned, and lm-eval with cache_tuned=True."
     )
     return 0
@@ -134,7 +141,11 @@ def make_serve_folder(options: argparse.Namespace) -> None:
     """`qada serve-folder`."""
     make_folder(options.model, options.out)
     options.model = str(options.out)
-    prepare(*_load(options))
+    try:
+        prepare(*_load(options))
+    except BaseException:  # an interruption as well: there is to be no folder in the way of the next try
+        shutil.rmtree(options.out)
+        raise
     print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
 
 

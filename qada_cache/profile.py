@@ -4,7 +4,9 @@ import csv
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import ceil, isnan
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -39,9 +41,9 @@ class Profile:
         return {
             "cache": self.name,
             "prefill s": f"{self.prefill_seconds:.2f}",
-            "ms/token p50": f"{1e3 * seconds[len(seconds) // 2]:.1f}",
-            "ms/token p95": f"{1e3 * seconds[int(0.95 * (len(seconds) - 1))]:.1f}",
-            "bulk read": f"{self.read_share:.1%}",
+            "ms/token p50": f"{1e3 * median(seconds):.1f}",
+            "ms/token p95": f"{1e3 * seconds[ceil(0.95 * len(seconds)) - 1]:.1f}",
+            "bulk read": "-" if isnan(self.read_share) else f"{self.read_share:.1%}",
             "device MiB": f"{on_device / 2**20:.1f}",
             "host MiB": f"{on_host / 2**20:.1f}",
             "peak MiB": "" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:.1f}",
@@ -98,7 +100,7 @@ def make_layer_table(profiles: list[Profile]) -> list[dict[str, str]]:
         for row, (on_device, on_host, local) in zip(rows, found.layers, strict=True):
             row[f"{found.name} device MiB"] = f"{on_device / 2**20:.2f}"
             row[f"{found.name} host MiB"] = f"{on_host / 2**20:.2f}"
-            row[f"{found.name} KV heads local"] = f"{local:.0%}"
+            row[f"{found.name} KV heads local"] = "-" if isnan(local) else f"{local:.0%}"
     return rows
 
 

@@ -144,7 +144,9 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
         tokens.forward_pass.shown = int(tokens) if shows_all else 0
     # For a single token others' masks are `[batch, 1, 1, tokens]` or None; flex attention compiles even that one.
     fewest = 1 if getattr(kwargs.get("config"), "_attn_implementation", None) == "flex_attention" else 2
-    return padding if plain and fits and fewest <= kwargs.get("q_length", 1) < tokens else base(**kwargs)
+    if plain and fits and fewest <= kwargs.get("q_length", 1) < tokens:
+        return padding
+    return base(**kwargs | {"kv_length": int(tokens)})  # block masks keep it, and graphs know no such class
 
 
 _find_latent_layer = outside_graphs(find_expanding_layer)

@@ -8,6 +8,8 @@ from huggingface_hub.utils import get_session
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 
 TIMEOUT = 10  # seconds that the Hub has to answer at all
+# Files that are wrong; a dtype that torch has not, a device that it was not built for, or has no memory left.
+_FAILURES = OSError, ValueError, AttributeError, AssertionError, RuntimeError
 
 
 def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -> tuple[Any, Any]:
@@ -26,7 +28,7 @@ def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -
         reads_images = type(config) not in tables[0] and type(config) in tables[1]
         kind = AutoModelForMultimodalLM if reads_images else AutoModelForCausalLM
         return kind.from_pretrained(name, dtype=dtype, device_map=device_map, **where), tokenizer
-    except (OSError, ValueError) as error:  # which do not always name it
+    except _FAILURES as error:  # which do not always name it
         raise ValueError(f"cannot load the model {name!r}: {error}") from error
 
 

@@ -116,6 +116,9 @@ class Folder:
                     with suppress(FileNotFoundError):  # another process removed it
                         about = entry.stat(follow_symlinks=False)
                         found.add(File(name, about.st_size, about.st_mtime_ns))
+        for name in list(self._headers):  # in one step, as other threads may add some
+            if name not in found.files:  # its file is gone: a server that runs for months is not to collect them
+                self._headers.pop(name, None)
         if max_age is not None:
             oldest = time.time_ns() - int(max_age * 1e9)
             for file in found.sort_by_use():

@@ -186,6 +186,15 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
             ("GGUF file", "python -m eval.convert") if source.is_file() else ("model of the Hub", "hf download")
         )
         raise FileNotFoundError(f"no model's folder at {model}: of a {which}, `{way}` makes one")
+    target.mkdir(parents=True)  # what lies in another folder may be code
+    try:
+        _fill_folder(source, target)
+    except BaseException:
+        shutil.rmtree(target)
+        raise
+
+
+def _fill_folder(source: Path, target: Path) -> None:
     code = "custom_generate"
     shutil.copytree(Path(FOLDER, code), target / code, ignore=shutil.ignore_patterns("__pycache__"))
     for file in sorted(source.iterdir()):

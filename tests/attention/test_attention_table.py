@@ -135,6 +135,22 @@ def test_flex_attention_reads_the_prompt_and_ours_decodes(lengths: tuple[int, ..
 
 
 @UNCOMPILED
+def test_block_masks_have_plain_lengths() -> None:
+    """Compiled for a prompt of a second length, flex attention compares them: graphs know no class of ours."""
+    model, ids, masks = named("flex_attention"), prompt(150)[0], list[Any]()
+    own = AttentionInterface._global_mapping["flex_attention"]
+
+    def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        masks.append(mask)
+        return own(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("flex_attention", keep)
+    with torch.compiler.set_stance("force_eager"):
+        forced(model, ids, [150], exact(model))
+    assert {type(length) for mask in masks for length in mask.seq_lengths} == {int}
+
+
+@UNCOMPILED
 @pytest.mark.parametrize("split", [[150], [120, 30]])
 def test_a_block_mask_of_another_kind_is_refused(split: list[int]) -> None:
     model, ids = named("flex_attention"), prompt(150)[0]

@@ -7,6 +7,7 @@ import needle
 import pytest
 
 from qada_cache.__main__ import main
+from qada_cache.profile import Profile
 
 ARGUMENTS = ["profile", "--model", str(needle.FOLDER), "--prompt-tokens", "600", "--new-tokens", "3"]
 
@@ -35,14 +36,34 @@ def test_table_csv_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert files[1].read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_prompt_without_a_bulk(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was decided, so no shares are known."""
+    assert main([*ARGUMENTS[:3], "--prompt-tokens", "20", "--new-tokens", "2", "--layers"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-1] for line in lines if line[:1] and line[0] in "0123"] == ["-"] * 4
+    assert main([*ARGUMENTS[:3], "--prompt-tokens", "126", "--new-tokens", "4"]) == 0  # decided, and read from none
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert next(line for line in lines if line[:1] == ["QAdACache"])[4] == "-"
+
+
+@pytest.mark.parametrize(("tokens", "found"), [(1, ["1.0", "1.0"]), (2, ["1.5", "2.0"]), (40, ["20.5", "38.0"])])
+def test_percentiles(tokens: int, found: list[str]) -> None:
+    times = [(count / 1e3, 0, 0) for count in range(tokens, 0, -1)]
+    row = Profile("any", 1.0, times, 1.0, None, []).summarize()
+    assert [row["ms/token p50"], row["ms/token p95"]] == found
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--dtype", "words"], r"cannot load the model .*has no attribute 'words'"),
+        (["--device-map", "meta:words"], r"cannot load the model .*meta:words"),
         (["--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["--new-tokens", "-1"], "--new-tokens must be at least 1, got -1"),
         (["--prompt-tokens", "99999"], r"come to 100002 tokens, and the model has 32768 positions"),
         (["--out", "/nowhere/x.csv"], "--out: there is no folder /nowhere"),
         (["--plot", "/nowhere/x.png"], "--plot: there is no folder /nowhere"),
+        (["--plot", "x.words"], r"--plot: matplotlib draws no \.words files, but .*png"),
         (["--threshold", "3"], r"threshold must be in \[0, 1\], got 3.0"),
     ],
 )

@@ -51,6 +51,7 @@ def test_what_was_not_used_for_longest_goes(store: PrefixStore, model: PreTraine
     keep(small, model, 5)
     assert [found(small, model, seed) for seed in (1, 2, 3, 4, 5)] == [256, 0, 0, 511, 511]
     assert small.stats().bytes <= small.max_bytes
+    assert len(small._headers) <= small.stats().segments == 5  # those of files that went are forgotten
 
 
 def test_a_prompt_that_is_too_large(

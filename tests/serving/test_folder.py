@@ -12,7 +12,7 @@ import torch
 from models import prompt, tiny
 from transformers import AutoModelForCausalLM
 
-from qada_cache import QAdACache
+from qada_cache import QAdACache, commands
 from qada_cache.__main__ import main
 from qada_cache.key_moments import defaults
 from qada_cache.serving import counters, make_folder
@@ -62,9 +62,13 @@ def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:
     make_folder(model, tmp_path / "served")
     with pytest.raises(FileExistsError):
         make_folder(model, tmp_path / "served")
+    (tmp_path / "empty").mkdir()  # the next one may hold code
+    with pytest.raises(FileExistsError):
+        make_folder(model, tmp_path / "empty")
     (model / "config.json").write_text('{"auto_map"')
     with pytest.raises(ValueError, match=r"config\.json is no JSON"):
         make_folder(model, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_first_request_finds_everything_done(
@@ -85,3 +89,17 @@ def test_the_first_request_finds_everything_done(
     QAdACache(AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True))
     assert main(["serve-folder", "--model", str(source), "--out", str(out)]) == 1
     assert "qada serve-folder: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError, 1), (KeyboardInterrupt, 130)])
+def test_a_failure_leaves_no_folder(
+    error: type[BaseException], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr(commands, "prepare", fail)
+    out = tmp_path / "served"
+    assert main(["serve-folder", str(needle.FOLDER), "--out", str(out)]) == status
+    assert not out.exists()
+    assert needle.FOLDER.exists()

@@ -206,6 +206,21 @@ def test_what_cannot_be_kept_is_said(
     assert "The choice cannot be kept (the folder belongs to another user)." in capsys.readouterr().out
 
 
+def test_a_picture_that_cannot_be_drawn_costs_no_choice(
+    named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+
+    def fail(*given: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(tuning, "plot", fail)
+    monkeypatch.setattr(tuning, "SETTINGS", tuning.SETTINGS[:1])
+    assert run(named, "--kl", "50", "--plot", "tune.png") == 2
+    assert len(kept(home)) == 1
+    assert "qada tune: no space left on device" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_keeps_nothing(
     named: tuple[str, str], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
