@@ -10,14 +10,14 @@ from torch import Tensor
 from ..cache import QAdACache
 from ..models import find_inputs_device
 from ..sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, Layout
-from ..sketch.codec import has_whole_order, list_fields
+from ..sketch.codec import CODES, has_whole_order, list_fields
 from ..sketch.coded import RecordLayout, fit_records
 from ..state import Options
 from ..state.layer import QAdALayer
 from ..state.snapshots import Snapshot
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
-from .folder import CODED, CODES, INDEXER, Folder, Header, Layers, Listing
+from .folder import CODED, INDEXER, Folder, Header, Layers, Listing
 from .keeping import store_states, write_segment
 from .naming import Name, describe_reading, make_digest, name_segment
 

@@ -14,6 +14,7 @@ from ..cache_file import decode_record
 from ..models import forgets_states, list_token_sizes
 from ..models.latent import find_indexer_dim
 from ..sketch import Layout
+from ..sketch.codec import CODES
 from ..state import BULK_BITS, Options
 from ..state.layer import QAdALayer
 from ..state.stock import check_stock
@@ -21,7 +22,7 @@ from ..storage.coded_bulk import CodedBulk
 from ..storage.padding import NONE, Padding
 from ..tuned_choice import LEFT_OPEN
 from . import coded, sketches
-from .folder import CODES, INDEXER, Folder, Layers, Listing
+from .folder import INDEXER, Folder, Layers, Listing
 from .keeping import store_row
 from .naming import EXACT, describe_reading
 

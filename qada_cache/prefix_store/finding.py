@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..sketch.codec import CODES
 from ..state import Options
 from .coded import describe_coded, find_edge
-from .folder import CODED, CODES, Folder, Header, Layers, Listing
+from .folder import CODED, Folder, Header, Layers, Listing
 from .naming import EXACT, SEGMENT_TOKENS, STATES, Name, describe_reading, name_segment
 from .sketches import digest_sketch
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..cache_file import encode_record
 from ..said_once import warn_once
+from ..sketch.codec import CODES
 from ..state.snapshots import Snapshot
-from .folder import CODES, Folder, Header, Layers, Listing
+from .folder import Folder, Header, Layers, Listing
 from .naming import EXACT, SEGMENT_TOKENS, STATES, Name, name_segment, name_states
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments
-from ..sketch.codec import has_whole_order, list_fields, quantize_segments
+from ..sketch.codec import CODES, has_whole_order, list_fields, quantize_segments
 from ..state import Options
 from ..storage import TokenStore
-from .folder import CODES, Layers
+from .folder import Layers
 from .naming import SEGMENT_TOKENS as FILE_TOKENS
 from .naming import make_digest
 
