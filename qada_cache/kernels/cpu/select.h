@@ -70,10 +70,16 @@ struct Estimates {
             for (int q = 0; q < count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
     }
 
+    // The same, as one function for all who need it seldom: what is inlined takes long to compile.
+    __attribute__((noinline)) void compute_some(int64_t first, int tokens, Singles (*scores)[VECTORS]) const {
+        compute(first, tokens, scores);
+    }
+
     // What codes say of the scores of `keys` keys, a span at most, all of one segment, `stride` words apart: as good as
     // queries are.
-    INLINED void compute_exactly(const uint32_t* block, int64_t stride, const uint8_t* block_scales,
-                                 const Rounded& queries, float (*scores)[SPAN], int keys = SPAN) const {
+    __attribute__((noinline)) void compute_exactly(const uint32_t* block, int64_t stride, const uint8_t* block_scales,
+                                                   const Rounded& queries, float (*scores)[SPAN],
+                                                   int keys = SPAN) const {
         alignas(CACHE_LINE) int32_t high[QUERIES][SPAN], low[QUERIES][SPAN];
         if (keys <= KEYS) {
             multiply<1>(block, stride, words, queries.fours, high, keys);
@@ -120,7 +126,7 @@ struct Estimates {
         const int many = count_sampled_spans(spans);
         if (!many) return;
         for (int i = 0; i < many; i++) {
-            compute(choose_sampled_span(i, spans), SPAN, scores);
+            compute_some(choose_sampled_span(i, spans), SPAN, scores);
             for (int q = 0; q < count; q++) {
                 Singles peaks = scores[q][0], mass = {};
                 for (int v = 1; v < VECTORS; v++) peaks = scores[q][v] > peaks ? scores[q][v] : peaks;
@@ -154,8 +160,8 @@ struct Scan {
     // A token is kept if the score of a query, of which the near buffer has `log_buffer`, is at least `score_cut`, or
     // `log_share` more than the log-sum-exp of what has been seen so far.
     void run(const Estimates& found, const float* log_buffer, const float* given, float log_share) {
-        // Their number is known to the compiler where all ask, as with the group rule "any".
-        if (found.count == QUERIES) run_as<true>(found, log_buffer, given, log_share);
+        // Their number is known to the compiler where all ask, as with the group rule "any", or a single one.
+        if (QUERIES == 1 || found.count == QUERIES) run_as<true>(found, log_buffer, given, log_share);
         else run_as<false>(found, log_buffer, given, log_share);
     }
     template <bool ALL>
@@ -172,11 +178,16 @@ struct Scan {
         for (int64_t first = start, span = 0; first < stop; first += SPAN, span++) {
             int here = (int)std::min<int64_t>(SPAN, stop - first);
             if (here == SPAN) take<ALL, true>(found, first, here, score_cut);
-            else take<ALL, false>(found, first, here, score_cut);
+            else take_rest(found, first, here, score_cut);
             if (span % REFRESH == REFRESH - 1)
                 for (int q = 0; q < queries; q++)
                     score_cut[q] = std::max(score_cut[q], log_sum(log_buffer[q], log_mass(q)) + log_share - ROUNDING);
         }
+    }
+
+    // As `take`, of the last span alone: one function for any number of queries.
+    __attribute__((noinline)) void take_rest(const Estimates& found, int64_t first, int here, const float* score_cut) {
+        take<false, false>(found, first, here, score_cut);
     }
 
     // Scores and weighs a span, and keeps the selected tokens.
@@ -184,7 +195,8 @@ struct Scan {
     INLINED void take(const Estimates& found, int64_t first, int here, const float* score_cut) {
         const int queries = ALL ? QUERIES : found.count;
         Singles scores[QUERIES][VECTORS];
-        found.template compute<ALL, WHOLE>(first, here, scores);
+        if constexpr (WHOLE) found.template compute<ALL, WHOLE>(first, here, scores);
+        else found.compute_some(first, here, scores);
         Marks selected[VECTORS] = {};
         for (int q = 0; q < queries; q++)
             for (int v = 0; v < VECTORS; v++) selected[v] |= at_least(scores[q][v], score_cut[q]);
