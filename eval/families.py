@@ -173,6 +173,15 @@ def build(model_type: str) -> tuple[PreTrainedModel, torch.Tensor]:
     return model, wanted
 
 
+def listen() -> list[str]:
+    """What the package logs from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a stand-in
+    logging.getLogger("qada_cache").addHandler(handler)
+    return said
+
+
 @torch.no_grad()
 def judge(model_type: str) -> dict[str, Any]:
     """The row of a model type."""
@@ -181,10 +190,7 @@ def judge(model_type: str) -> dict[str, Any]:
         model, wanted = build(model_type)
     except Exception as error:  # whatever a model raises that is not ours to judge: that is the finding
         return row | {"words": describe(error)}
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a stand-in
-    logging.getLogger("qada_cache").addHandler(handler)
+    said = listen()
     try:
         cache = QAdACache(model, **EXACT)
         ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
@@ -223,10 +229,7 @@ def measure_stored(model: PreTrainedModel) -> float:
 def find_dropped(model: PreTrainedModel) -> int:
     """The first of `TEXTS`, in tokens, after which a cache that `generate` was given does not hold the text, though
     nothing was raised or logged; 0: none."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a stand-in
-    logging.getLogger("qada_cache").addHandler(handler)
+    said = listen()
     for tokens in TEXTS:
         cache = QAdACache(model, **EXACT)
         ids = torch.randint(5, 90, (1, tokens), generator=torch.Generator().manual_seed(1))
