@@ -79,7 +79,7 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
                 f"layer {self.index}: the indexer has keys of {keys.shape[1]} tokens, and {self.seen} are cached: call "
                 "reset() and read the prompt again"
             )
-        if pools_keys(self.shared.model.config):  # whose mask says no more than keys do
+        if pools_keys(self.shared.model.config):  # such models ask for no mask, and their keys say which are real
             self.shared.forward_pass.shown = self.seen if keys[..., -1].all() else 0
         return keys
 
@@ -91,8 +91,8 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         return tokens, first
 
     def note_hidden(self, queries: int) -> None:
-        """Have the tokens of a call, which are stored, count as none that are alike, unless its mask is known to hide
-        nothing: no other text is to begin with them."""
+        """Have the tokens of a call, which are stored, not count as `alike`, unless its mask is known to hide nothing:
+        no other text is to begin with them."""
         if self.shared.forward_pass.shown != self.seen and (store := self.store) is not None:
             before = self.seen - queries
             for counts in (store.exact, store.alike):

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache
+from qada_cache.attention import pieces
 from qada_cache.files import tensor_file
 from qada_cache.models.latent import find_indexer_dim
 from qada_cache.prefix_store.folder import CODED, KIND
@@ -165,3 +166,10 @@ def test_forged_keys_of_indexers(store: PrefixStore, bits: int, caplog: pytest.L
         assert got.get_seq_length() == (SEGMENT_TOKENS if bits == 16 else 516)
         assert "read again from segment 1 on" in caplog.text
         assert store.keep(cache, text) == 1250
+
+
+def test_masks_by_type_of_layer() -> None:
+    """As some models hand them to their decoder: a pass in pieces goes by what hides tokens, or is none."""
+    mask, ids = torch.ones(1, 9), {"input_ids": torch.ones(1, 9)}
+    for given, wanted in (({"indexed_attention": mask}, mask), (others := {"linear_attention": mask}, others)):
+        assert pieces._find_plain({**ids, "attention_mask": given}, 9) is wanted
