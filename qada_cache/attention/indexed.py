@@ -133,6 +133,7 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         """As `QAdALayer`."""
         super().abandon(tokens)
         self._crop_indexer()
+        self.shared.forward_pass.shown = 0  # the next pass may have a mask of the caller's own
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `QAdALayer`."""

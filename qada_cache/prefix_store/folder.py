@@ -150,10 +150,11 @@ class Folder:
 
     def read_header(self, name: Name) -> Header:
         """The file's header; a ValueError if it is no segment's file, or another segment's than its name says."""
-        if name not in self._headers:
+        if (header := self._headers.get(name)) is None:  # asked once, as another thread may forget it
             with files.open_file(self._descriptor, str(name)) as file:
-                self._headers[name] = _read_header(name, tensor_file.read_state(file, KIND, self.path / str(name)))
-        return self._headers[name]
+                header = _read_header(name, tensor_file.read_state(file, KIND, self.path / str(name)))
+            self._headers[name] = header
+        return header
 
     def list_following(self, listing: Listing, parent: str) -> Iterator[tuple[Name, Header]]:
         """The files behind `parent` with their headers, but for damaged ones, which go when they are looked for."""

@@ -54,6 +54,19 @@ def test_what_was_not_used_for_longest_goes(store: PrefixStore, model: PreTraine
     assert len(small._headers) <= small.stats().segments == 5  # those of files that went are forgotten
 
 
+def test_headers_that_another_thread_forgets_meanwhile(store: PrefixStore, model: PreTrainedModel) -> None:
+    """As one does that listed the folder before a file was there."""
+
+    class Forgotten(dict[Any, Any]):
+        def __setitem__(self, name: Any, header: Any) -> None:
+            pass
+
+    keep(store, model, 1)
+    other = PrefixStore(store.folder)
+    other._headers = Forgotten()
+    assert found(other, model, 1) == 511
+
+
 def test_a_prompt_that_is_too_large(
     store: PrefixStore, model: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:

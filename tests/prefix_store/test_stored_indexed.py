@@ -15,6 +15,7 @@ from models import SMALL, dynamic, forced, generate, logits_of, prompt
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.attention import pieces
@@ -136,6 +137,26 @@ def test_tokens_that_a_mask_hides_are_not_kept(store: PrefixStore, model: PreTra
     told = torch.zeros(1, 1, 10, 60).masked_fill(torch.ones(10, 60).triu(51).bool(), -torch.inf)
     model(ids[:, 50:], attention_mask=told, **pass_cache(cache))  # which may hide any
     assert another(store).keep(cache, ids % 90 + 1) == 50
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["made by the caller", "made for a refused call"])
+def test_a_mask_that_was_made_before_says_nothing_of_one_that_is_given(
+    store: PrefixStore, model: PreTrainedModel, how: str
+) -> None:
+    """Though it is for as many tokens, and hid none of them."""
+    ids, cache = prompt(60)[0], QAdACache(model, **OPTIONS)
+    if how == "made by the caller":
+        told: dict[str, Any] = {"attention_mask": None, "position_ids": None, **pass_cache(cache)}
+        create_causal_mask(model.config, model.get_input_embeddings()(ids), allow_is_causal_skip=False, **told)
+    else:
+        with pytest.raises(NotImplementedError, match="cannot return attention weights"):
+            model(ids, output_attentions=True, **pass_cache(cache))
+    hiding = torch.zeros(1, 1, 60, 60).masked_fill(torch.ones(60, 60).triu(1).bool(), -torch.inf)
+    hiding[..., 50:, 45:50] = -torch.inf
+    model(ids, attention_mask=hiding, **pass_cache(cache))
+    with pytest.raises(NotImplementedError, match="none whose mask was the caller's own"):
+        store.keep(cache, ids)
 
 
 FORGERIES: dict[str, Callable[[dict[str, Tensor]], object]] = {
