@@ -179,7 +179,7 @@ class PrefixStore:
             raise ValueError(
                 f"token_ids are {len(rows)} rows of {columns} tokens, and the cache holds {store.batch} rows of {seen}"
             )
-        if layers[0].padding.known.numel() or (layers[0].stores_padding and not min(store.alike)):
+        if layers[0].padding.known.numel() or (layers[0].stores_padding and seen and 0 in store.alike):
             raise NotImplementedError(
                 "PrefixStore keeps no caches with padding, as it may have moved positions, and of models with an "
                 "indexer none whose mask was the caller's own, or compiled: keep rows one by one"

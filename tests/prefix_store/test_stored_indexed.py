@@ -137,6 +137,8 @@ def test_tokens_that_a_mask_hides_are_not_kept(store: PrefixStore, model: PreTra
     told = torch.zeros(1, 1, 10, 60).masked_fill(torch.ones(10, 60).triu(51).bool(), -torch.inf)
     model(ids[:, 50:], attention_mask=told, **pass_cache(cache))  # which may hide any
     assert another(store).keep(cache, ids % 90 + 1) == 50
+    cache.crop(-60)
+    assert store.keep(cache, ids) == 0
 
 
 @torch.no_grad()
