@@ -90,6 +90,16 @@ def test_a_stored_text(model: PreTrainedModel, tmp_path: Path) -> None:
     assert families.measure_stored(model) <= families.STORED_ROUNDING
 
 
+def test_a_text_with_padding_is_not_kept(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Indexers count it as tokens, and each says in its own way which it is."""
+    ids, mask = prompt(60)[0], torch.ones(1, 60, dtype=torch.long)
+    mask[:, :10] = 0
+    cache = exact(model)
+    forced(model, ids, [60], cache, mask)
+    with pytest.raises(NotImplementedError, match="PrefixStore keeps no"):
+        PrefixStore(tmp_path).keep(cache, ids)
+
+
 def test_a_text_goes_on_after_a_crop(model: PreTrainedModel) -> None:
     ids = prompt(120)[0]
 
