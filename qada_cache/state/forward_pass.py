@@ -74,7 +74,7 @@ def describe_rows(
 
 
 class Seen(int):
-    """Tokens that a mask is asked for to attend to in a `QAdALayer`: attention there needs no mask of every pair."""
+    """How many tokens of a `QAdALayer` a mask is asked for: attention there needs no mask of every pair."""
 
     forward_pass: "ForwardPass | None" = None  # which is to know whether the mask hides any of them
 
