@@ -41,6 +41,7 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
     def reset(self) -> None:
         """Drop all tokens and counters."""
         super().reset()
+        self.shared.forward_pass.shown = 0  # as an interrupted pass may have left it
         self.indexer_keys, self.is_indexer_initialized = None, False
         self.widths: tuple[int, int, int] | None = None  # heads, and channels of their keys and values
 
