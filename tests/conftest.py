@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -107,6 +108,16 @@ def earlier_kernels(request: pytest.FixtureRequest, cache_folder: Path) -> Itera
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(building, "_load", load_any)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def parsed_headers() -> Iterator[None]:
+    """C++ kernels are compiled with headers that are parsed once."""
+    from compilers import parse_headers_once  # with the settings above
+
+    with tempfile.TemporaryDirectory(prefix="qada-headers-") as folder, pytest.MonkeyPatch.context() as patch:
+        parse_headers_once(patch, Path(folder))
         yield
 
 
