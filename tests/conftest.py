@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Tensors here are tiny: more threads only wait for each other, and badly so on a busy machine. Numpy, by which Triton's
+# interpreter multiplies, and processes of a test's own go by the variable, which is read on import.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
+
+torch.set_num_threads(1)
 
 # Triton decides when it decorates a kernel: on the CPU its interpreter runs them. `make gpu` compiles them instead.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Nothing is downloaded; without a network, a name that no file has would be asked for again and again.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-# Tensors here are tiny: more threads only wait for each other, and badly so on a busy machine.
-torch.set_num_threads(1)
 
 KEPT_SECONDS = 30 * 24 * 3600  # of kernels that earlier runs compiled
 
