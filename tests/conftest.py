@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib.util
+import math
 import os
 import sys
 import tempfile
@@ -14,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Tensors here are tiny: more threads only wait for each other, and badly so on a busy machine. Numpy, by which Triton's
+# interpreter multiplies, and processes of a test's own go by the variable, which is read on import.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
+
+torch.set_num_threads(1)
 
 # Triton decides when it decorates a kernel: on the CPU its interpreter runs them. `make gpu` compiles them instead.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Nothing is downloaded; without a network, a name that no file has would be asked for again and again.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-# Tensors here are tiny: more threads only wait for each other, and badly so on a busy machine.
-torch.set_num_threads(1)
 
 KEPT_SECONDS = 30 * 24 * 3600  # of kernels that earlier runs compiled
 
@@ -125,7 +130,7 @@ def parsed_headers() -> Iterator[None]:
 def quick_interpreter() -> Iterator[None]:
     """Triton's interpreter computes all sums of integers again, to look for an overflow that it then says nothing of;
     and it looks for what is left to replace in `triton.language` in every call of a function. The one is left out, the
-    other done where something is left."""
+    other done where something is left. What follows from a type or a shape alone it finds once for each."""
     if not importlib.util.find_spec("triton") or os.environ["TRITON_INTERPRET"] != "1":
         yield
         return
@@ -143,7 +148,34 @@ def quick_interpreter() -> Iterator[None]:
             interpreter._patch_lang(own.fn)
         return own.rewrite()(*args, **kwargs)
 
+    @functools.cache
+    def find_shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return language.constexpr(math.prod(sizes)), language.tuple([language.constexpr(size) for size in sizes])
+
+    numpy_dtypes, find_numpy_dtype = dict[str, Any](), interpreter._get_np_dtype
+
+    def find_dtype(type: Any) -> Any:
+        if (found := numpy_dtypes.get(type.name)) is None:
+            found = numpy_dtypes[type.name] = find_numpy_dtype(type)
+        return found
+
+    types, init_type = dict[Any, dict[str, Any]](), language.block_type.__init__
+
+    def init_block(own: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if (found := types.get(key)) is None:
+            init_type(own, element_ty, shape)
+            found = types[key] = vars(own).copy()
+        vars(own).update(found)
+
+    def init(own: Any, handle: Any, type: Any) -> None:
+        own.handle, own.type, own.dtype = handle, type, type.scalar
+        own.numel, own.shape = find_shape(tuple(type.shape) if type.is_block() else ())
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_get_np_dtype", find_dtype)
+        patch.setattr(language.block_type, "__init__", init_block)
+        patch.setattr(language.tensor, "__init__", init)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         yield

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forked import fork, wait
 from models import exact, generate, limited_file_size, prompt, tiny
 from safetensors.torch import save
 from torch import Tensor
@@ -52,15 +52,11 @@ def test_a_full_disk_says_which_file(saved: Path) -> None:
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
-def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path) -> None:
+def test_what_killed_processes_left_is_removed_by_the_next_save(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = QAdACache.load(saved, tiny())
-    script = (
-        "import os, sys\nsys.path.insert(0, 'tests/helpers')\n"
-        "from models import tiny\nfrom qada_cache import QAdACache\nfrom qada_cache.files import tensor_file\n"
-        f"cache = QAdACache.load({str(saved)!r}, tiny())\n"
-        f"tensor_file._view_bytes = lambda tensor: os.kill(os.getpid(), 9)\ncache.save({str(saved)!r})"
-    )
-    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == -9
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_file, "_view_bytes", lambda tensor: os.kill(os.getpid(), signal.SIGKILL))
+        assert wait(fork(lambda: cache.save(saved))) == -signal.SIGKILL
     left = set(saved.parent.iterdir()) - {saved}
     assert len(left) == 1
     other = saved.with_name("other")

@@ -157,10 +157,10 @@ def lay_out(part: Tensor, gap: int = 0) -> Tensor:
 
 @needs_compiler
 @pytest.mark.parametrize("gap", [0, 3])
-@pytest.mark.parametrize("value_dim", [32, 24])
-def test_a_token_that_is_not_stored_is_stored_first(value_dim: int, gap: int) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"dim": 64, "value_dim": 24}], ids=str)
+def test_a_token_that_is_not_stored_is_stored_first(sizes: dict[str, int], gap: int) -> None:
     """In the newest column alone, and only where it is given."""
-    held, made = arguments(value_dim=value_dim), arguments(value_dim=value_dim)
+    held, made = arguments(**sizes), arguments(**sizes)
     wanted = compiled_decode.fused_decode(*step_of(**held))
     call = step_of(**made)
     near = call[2].near_keys, call[2].near_values

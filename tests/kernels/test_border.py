@@ -27,7 +27,7 @@ from qada_cache.versions import pass_cache
 
 pytestmark = needs_compiler
 TOKENS = 1300
-HEADS, KV_HEADS, DIM = 4, 2, 16
+HEADS, KV_HEADS, DIM = 4, 2, 32
 
 
 def apart(tensor: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def test_decode_step() -> None:
 
 def make_records() -> dict[str, Any]:
     made = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(2, 3, TOKENS, size, generator=made) for size in (64, 32))
-    layout, energies = RecordLayout.from_bits(64, 32, 8), torch.rand(3, 64, generator=made)
+    keys, values = (torch.randn(2, 3, TOKENS, size, generator=made) for size in (64, 64))
+    layout, energies = RecordLayout.from_bits(64, 64, 8), torch.rand(3, 64, generator=made)
     assert layout is not None
     sketch = Sketch.of(keys, values, energies, Layout.from_bits(64, 1.5))
     told = {"sketch": sketch, "weights": energies.sqrt(), "layout": layout, "first": 0}
@@ -176,7 +176,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 @torch.no_grad()
 def test_settings_of_the_process(setting: str) -> None:
     """What a user may have set for a whole process changes nothing of what C++ is handed."""
-    model, ids = tiny("llama", head_dim=16), words(1500)[0]
+    model, ids = tiny("llama", head_dim=32), words(1500)[0]
 
     def read() -> Tensor:
         cache = QAdACache(model, moments="current", bulk_bits=8, prefill_threshold=12.0)

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from compilers import compiler, needs_compiler
+from forked import fork
 
 from qada_cache import files
 from qada_cache.kernels.cpu import building, process
@@ -96,19 +96,6 @@ def in_threads(count: int, run: Callable[[], Any]) -> Callable[[], list[Any]]:
         return results
 
     return collect
-
-
-def fork(run: Callable[[], Any]) -> int:
-    """Another process that runs this, and ends well if it returns something."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # there are other threads
-        if child := os.fork():
-            return child
-    code = 1
-    try:
-        code = 0 if run() else 1
-    finally:
-        os._exit(code)
 
 
 def ends_well(child: int) -> bool:

@@ -91,7 +91,8 @@ def test_thresholds_at_the_ends(path: Path, threshold: float, group_rule: str) -
 @pytest.mark.parametrize(("threshold", "group_rule"), [(0.4, "any"), (1.0, "head")])
 def test_static_heads(path: Path, group_rule: str, threshold: float) -> None:
     table = torch.tensor([[True, False, True], [False, False, True], [True, True, True]])
-    run(path, Scene(group=3, kv_heads=3), threshold=threshold, group_rule=group_rule, criterion=table)
+    scene = Scene(group=3, kv_heads=3, dtype=torch.bfloat16)
+    run(path, scene, threshold=threshold, group_rule=group_rule, criterion=table)
 
 
 @EVERY

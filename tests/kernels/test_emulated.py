@@ -25,7 +25,7 @@ def compute(scene: Scene) -> list[Tensor]:
     found = [*compiled_decode.fused_decode(*step_of(**scene.step_arguments("cpu", 1.0, criterion="dense")))]
     made = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 600, 64, generator=made)
-    found += cpu.compiled_partial_attention(query[:, :, :4], key, value, scaling=0.2) or ()
+    found += cpu.compiled_partial_attention(query[:, :, :2], key, value, scaling=0.2) or ()
     found.append(torch.empty(1, 2, 600, 64))
     prompt.prompt_attention(query, key, value, scaling=0.2, causal=True, out=found[-1])
     coded = quantize(key, torch.ones(1, 2, 64), Layout.from_bits(64, 2), rounding=quantizing.round_keys)

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +45,14 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @needs_compiler
 @pytest.mark.usefixtures("built_for")
 @pytest.mark.parametrize(
-    ("dim", "bits", "dtype"), mark_rest_slow([(64, 1.5, torch.float32), (96, 4, torch.bfloat16)], 1), ids=str
+    "sizes",
+    mark_rest_slow(
+        [({"bits": 2},), ({"dim": 96, "value_dim": 64, "group": 3, "dtype": torch.bfloat16, "bits": 4},)], 1
+    ),
+    ids=str,
 )
-def test_selected_tokens(dim: int, bits: float, dtype: torch.dtype) -> None:
-    scene = Scene(bulk=[(257, 5), (63, 0), (39, 9)], short=(), dim=dim, value_dim=64, group=3, dtype=dtype, bits=bits)
+def test_selected_tokens(sizes: dict[str, Any]) -> None:
+    scene = Scene(bulk=[(257, 5), (63, 0), (39, 9)], short=(), **sizes)
     assert 0.05 < run(COMPILED.values[0], scene).share < 0.7
 
 

@@ -212,7 +212,7 @@ def test_rows_of_a_batch(side: str) -> None:
         side == "none"
     )
     valid[2, :850] = side != "left"
-    key, value, states = Inputs(3, dim=32, value_dim=48, dtype=torch.bfloat16)(tokens, batch=3)
+    key, value, states = Inputs(3, dim=64, value_dim=64, dtype=torch.bfloat16)(tokens, batch=3)
     layer = new_layer(key, value, prefill_threshold=THETA, sink_tokens=16, local_tokens=128)
     query = Query(states, 0.2, valid=None if valid.all() else valid)
     found = attend_to_prompt(layer, query, key, value)
@@ -248,7 +248,7 @@ def test_a_prompt_in_parts(cuts: list[int]) -> None:
 @pytest.mark.parametrize("bits", [16, 8])
 def test_chunks_in_a_cache(bits: int) -> None:
     """Every chunk is read by selection, as the whole prompt is, and of a batch, too; in few bits of what was coded."""
-    model, ids = tiny("llama", head_dim=16), words(1000, 1000)[0]
+    model, ids = tiny("llama", head_dim=32), words(1000, 1000)[0]
     told: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
     told |= {"output_logits": True, "pad_token_id": 0}
     found, shares = [], []
@@ -267,7 +267,7 @@ def test_chunks_in_a_cache(bits: int) -> None:
 @torch.no_grad()
 def test_in_a_cache() -> None:
     """0, the default, is exact; a low threshold as near to it as rounding; a higher one is not, and is near."""
-    model, ids = tiny("llama", head_dim=16), words(900)[0]
+    model, ids = tiny("llama", head_dim=32), words(900)[0]
     plain = forced(model, ids, [900], DynamicCache(config=model.config))
     caches = [exact(model, prefill_threshold=theta) for theta in (0.0, 1e-9, THETA)]
     logits = [forced(model, ids, [900], cache) for cache in caches]
@@ -303,7 +303,7 @@ def test_a_fork_does_not_say_otherwise() -> None:
 
 @torch.no_grad()
 def test_torch_reads_exactly() -> None:
-    model, ids = tiny("llama", head_dim=16), words(900)[0]
+    model, ids = tiny("llama", head_dim=32), words(900)[0]
     cache = exact(model, prefill_threshold=THETA, kernels="torch")
     plain = model(ids, **pass_cache(DynamicCache(config=model.config))).logits
     assert torch.equal(model(ids, **pass_cache(cache)).logits, plain)

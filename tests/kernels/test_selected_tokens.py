@@ -126,7 +126,7 @@ def test_values_in_keys(path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("selects", [True, False])
 @pytest.mark.parametrize(
     ("dim", "value_dim", "group", "dtype", "rung"),
-    [(72, 64, 9, torch.float32, 4), (72, 64, 9, torch.bfloat16, 8), (576, 512, 16, torch.bfloat16, 8)],
+    [(72, 64, 9, torch.float32, 8), (72, 64, 9, torch.bfloat16, 4), (576, 512, 16, torch.bfloat16, 8)],
 )
 def test_values_in_keys_of_records(
     path: Path, dim: int, value_dim: int, group: int, dtype: torch.dtype, rung: int, selects: bool
@@ -143,7 +143,7 @@ def test_values_in_keys_of_records(
 @pytest.mark.parametrize("kind", BULK)
 def test_more_heads_than_a_kernel_takes(kind: type[Scene], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are parts, each of which decides and selects as if it were alone; what several read counts once."""
-    scene = kind(bulk=[(257, 5)], short=(), kv_heads=1, group=20, dim=72, value_dim=64, shared=True, bits=2)
+    scene = kind(bulk=[(257, 5)], short=(), kv_heads=1, group=18, dim=72, value_dim=64, shared=True, bits=2)
     theta = scene.token_threshold(0.1)
     query, rows, layer = step_of(**scene.step_arguments("cpu", theta, threshold=scene.threshold()))
     monkeypatch.setattr(cpu, "MIN_TOKENS", 200)
@@ -151,7 +151,7 @@ def test_more_heads_than_a_kernel_takes(kind: type[Scene], monkeypatch: pytest.M
     assert choose_kernel(*call, records=layer.records) is fused_parts
     found, flags = fused_parts(query, rows, layer)
     read = torch.zeros(257, dtype=torch.bool)
-    for part in (slice(0, 10), slice(10, 20)):
+    for part in (slice(0, 9), slice(9, 18)):
         own = replace(query, states=query.states[:, part], log_bulk=query.log_bulk[:, :, part].contiguous())
         wanted, decided = decode_reference.decode_step(
             own, rows, replace(layer, bulk_read_bytes=None, sketch_read_bytes=None)
@@ -175,11 +175,11 @@ def test_from_no_token_to_all(path: Path, kind: type[Scene], token_threshold: fl
 def test_rows_of_several_segments(path: Path) -> None:
     """Of one to three; the last ones of 572, 640 and 300 tokens, beside a row without a sketch."""
     bulk = [(572, 5), (511 + 129, 3), (512 + 639, 0), (30, 2), (1324, 9)]
-    scene = Scene(bulk=bulk, short=(), dim=24, dtype=torch.bfloat16, bits=2)
+    scene = Scene(bulk=bulk, short=(), dim=64, value_dim=24, dtype=torch.bfloat16, bits=2)
     for row, (tokens, _) in enumerate(bulk):  # what a segment is coded by is not what another is
         for part in (scene.keys[row][:, 3 : 3 + tokens], scene.stored[0][row, :, :tokens]):
-            part[:, 512:] *= torch.linspace(0.5, 2, 24)
-            part[:, 512:] += torch.linspace(-1, 1, 24)
+            part[:, 512:] *= torch.linspace(0.5, 2, 64)
+            part[:, 512:] += torch.linspace(-1, 1, 64)
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
     step = run(path, scene)
     assert len(step.selected) == 8

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from forked import fork, wait
 from models import SMALL, prompt, tiny
 from transformers import PreTrainedModel
 
@@ -144,31 +145,27 @@ def test_files_that_others_remove_meanwhile(folder: Path, monkeypatch: pytest.Mo
     assert QAdACache(tiny()).options.other_moments is not None  # made again
 
 
-_PROCESS = """
-import sys
-sys.path.insert(0, "tests/helpers")
-from models import tiny
-from qada_cache import QAdACache
-from qada_cache.key_moments import defaults
-defaults.KEPT_FILES = 3
-for seed in map(int, sys.argv[1:]):
-    print(seed, QAdACache(tiny(seed=seed)).options.other_moments.covariance.double().sum().item())
-"""
-
-
-def test_processes_at_once(folder: Path) -> None:
+def test_processes_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Those that ask for the same collect, or read, the same; files are whole, and no more than may be kept."""
-    command, pipe = [sys.executable, "-W", "error", "-c", _PROCESS], subprocess.PIPE
-    running = [subprocess.Popen([*command, *seeds], stdout=pipe, stderr=pipe, text=True) for seeds in ("0123", "0145")]
-    outs = [process.communicate() for process in running]
-    assert [process.returncode for process in running] == [0, 0], outs
-    assert not any("cannot be kept" in said for _, said in outs)
-    found = {tuple(line.split()) for out, _ in outs for line in out.splitlines()}
+    monkeypatch.setattr(defaults, "KEPT_FILES", 3)
+
+    def collect(seeds: str) -> bool:
+        made = [
+            QAdACache(tiny(seed=int(seed))).options.other_moments.covariance.double().sum().item() for seed in seeds
+        ]
+        (tmp_path / seeds).write_text(repr([*zip(seeds, made, strict=True)]))
+        return "cannot be kept" not in caplog.text
+
+    running = [fork(functools.partial(collect, seeds)) for seeds in ("0123", "0145")]
+    assert [*map(wait, running)] == [0, 0]
+    found = {each for seeds in ("0123", "0145") for each in ast.literal_eval((tmp_path / seeds).read_text())}
     assert {seed for seed, _ in found} == set("012345")
     assert len(found) == 6  # one sum for each
     assert len(names(folder)) == 3
     for path in folder.iterdir():
-        assert str(KeyMoments.load(path).covariance.double().sum().item()) in {total for _, total in found}
+        assert KeyMoments.load(path).covariance.double().sum().item() in {total for _, total in found}
 
 
 def test_training_keeps_as_many_as_are_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

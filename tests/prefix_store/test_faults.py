@@ -5,19 +5,19 @@ The cache's options here read everything, so that a prompt's tokens are the same
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import fork, wait
 from models import SMALL, limited_file_size, prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -290,50 +290,28 @@ def test_a_disk_that_is_full_later(
     check_served(model, wanted, whole, tmp_path / "prompts", writes * SEGMENT_TOKENS)
 
 
-KILLED = textwrap.dedent(
-    """
-    import os, signal, sys
-    import torch
-    from models import SMALL, prompt, tiny
-    from qada_cache import PrefixStore, QAdACache, files
-    from qada_cache.files import tensor_file
-    from qada_cache.versions import pass_cache
-
-    torch.set_num_threads(1)
-    model, (text, _) = tiny(), prompt(int(sys.argv[2]))
-    cache = QAdACache(model, threshold=1.0, moments="current", **SMALL)
-    with torch.no_grad():
-        model(text, **pass_cache(cache))
-    original = tensor_file.encode
-
-    def encoded(*arguments):
-        for piece in original(*arguments):
-            yield piece
-            after[0] -= 1
-            if not after[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    tensor_file.encode = encoded
-    for place, pieces in enumerate(sys.argv[3:]):
-        if os.fork() == 0:
-            after = [int(pieces)]
-            PrefixStore(f"{sys.argv[1]}/{place}").keep(cache, text)
-            os._exit(0)
-    while True:
-        try:
-            os.wait()
-        except ChildProcessError:
-            break
-    """
-)
 PIECES = (1, 2, 3, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15, 17, 18)  # a file has six
 
 
-def test_killed_writers(model: PreTrainedModel, whole: QAdACache, wanted: Tensor, tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parent.parent / "helpers"), str(Path(files.__file__).parents[2])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), str(LENGTH), *map(str, PIECES)]
-    subprocess.run(command, env=environment, check=True)
+def test_killed_writers(
+    model: PreTrainedModel, whole: QAdACache, wanted: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = tensor_file.encode
+
+    def keep(place: int, pieces: int) -> None:
+        def encoded(*arguments: Any) -> Iterator[Any]:
+            nonlocal pieces
+            for piece in original(*arguments):
+                yield piece
+                pieces -= 1
+                if not pieces:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(tensor_file, "encode", encoded)
+        PrefixStore(tmp_path / str(place)).keep(whole, TEXT)
+
+    killed = [fork(functools.partial(keep, *each)) for each in enumerate(PIECES)]
+    assert [*map(wait, killed)] == [-signal.SIGKILL] * len(PIECES)
     for place, pieces in enumerate(PIECES):
         path, files_before = tmp_path / str(place), (pieces - 1) // 6
         assert any(file.name.endswith(files.UNFINISHED) for file in path.iterdir())
