@@ -208,6 +208,16 @@ def test_batches_generate_as_their_rows_alone() -> None:
     assert 0.0 < make_metrics(padded.cache_totals["none"])["cache_sparsity,none"] < 1.0
 
 
+def test_a_prompt_in_chunks_leaves_its_last_token_to_the_heads() -> None:
+    """Whether lm-eval or the model's own settings ask for them."""
+    lm, (request,) = random_lm(cache_threshold=0.0), texts_to_go_on(300)
+    wanted = lm.generate_until([request], disable_tqdm=True), lm.cache_totals["none"][-1].steps
+    for own in (request.args[1], vars(lm.model.generation_config)):
+        own["prefill_chunk_size"] = 50
+        assert (lm.generate_until([request], disable_tqdm=True), lm.cache_totals["none"][-1].steps) == wanted
+        own["prefill_chunk_size"] = None
+
+
 def test_static_heads_come_from_a_file(tmp_path: Path) -> None:
     StaticHeads(torch.ones(4, 8, dtype=torch.bool)).save(tmp_path / "all")
     StaticHeads(torch.zeros(4, 4, dtype=torch.bool)).save(tmp_path / "none")
