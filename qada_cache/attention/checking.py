@@ -58,7 +58,7 @@ def check_supported(
     if managed.config is not None and managed.config is not module.config:
         generation.refuse_other_model(name)
     if first and 1 < tokens < seen:
-        generation.warn_of_repeated()
+        generation.check_repeated(seen - tokens)
     if asker.bound_module is None or seen == tokens:  # nothing cached yet: another module may have it
         if managed.shard is UNSHARDED:  # as far as is known, of a cache that was built from a config alone
             check_sharding(module, name)

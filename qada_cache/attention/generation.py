@@ -55,17 +55,29 @@ def find_prompt() -> Prompt:
     return Prompt(False, 0)
 
 
-def warn_of_repeated() -> None:
-    """Log, once, that the pass under way gives the whole text to a cache that holds it, if so: `generate` does at every
-    step but the first, to any cache, if it is told not to use one."""
+def check_repeated(held: int) -> None:
+    """Whether the pass under way gives the whole text to a cache that holds `held` tokens of it. `generate` does at
+    every step but the first, to any cache, if it is told not to use one: that is logged, once. It does at the first
+    step of assisted decoding: RuntimeError, as the text would be read twice."""
     for frame, _ in _find_own_call():
-        told = frame.f_locals.get("model_kwargs")
-        if frame.f_code is not _PREFILL and isinstance(told, dict) and told.get("use_cache") is False:
+        told = frame.f_locals
+        if frame.f_code is _PREFILL or not isinstance(given := told.get("model_kwargs"), dict):
+            return
+        if given.get("use_cache") is False:
             warn_once(
                 logger,
                 "generate was given a QAdACache and use_cache=False, by which it does not use the cache but gives it "
                 "the whole text again at every step: leave out use_cache=False (of generation_config too) or the cache",
             )
+        elif told.get("is_first_iteration") and "candidate_input_ids" in told:
+            text, mask = told["input_ids"].shape[1], given.get("attention_mask")
+            # New tokens alone come with a mask of all.
+            if held < text and (mask is None or mask.shape[1] < held + text):
+                raise RuntimeError(
+                    f"assisted decoding and prompt lookup give a cache that holds {held} tokens the whole text again, "
+                    f"{text} tokens: give generate the new tokens alone, with the attention mask of all, or reset() "
+                    "the cache"
+                )
         return
 
 

@@ -208,7 +208,8 @@ class QAdALM(HFLM):
         return torch.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        # generate() itself decodes the one token that is left
+        # generate() itself decodes the one token that is left, which is no chunk of a prompt: these are exact
+        generation_kwargs["prefill_chunk_size"] = None
         cache = self._read_prompt(context[:, :-1], generation_kwargs["attention_mask"][:, :-1])
         if context.shape[1] > 1:
             beams = generation_kwargs.get("num_beams") or self.model.generation_config.num_beams or 1

@@ -8,15 +8,16 @@ from recorded_graph import RecordedGraph
 from stand_in import GPU
 
 from qada_cache import storage
+from qada_cache.attention import plan
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.kernels import choice
 
-CHOOSE = choice.choose_kernel
+CHOOSE, MAKE_STORER = choice.choose_kernel, plan.make_storer
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=GPU)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device whose graphs count their replays. On a CPU a quick kernel computes what they hold; see `interpreted`."""
+    """A device whose graphs count their replays. On a CPU quick kernels compute what they hold; see `interpreted`."""
     monkeypatch.setattr(storage, "PENDING_TOKENS", 9)
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(RecordedGraph, "replays", 0)
@@ -39,3 +40,4 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def interpreted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own kernels are in the graph, on a CPU too."""
     monkeypatch.setattr(choice, "choose_kernel", CHOOSE)
+    monkeypatch.setattr(plan, "make_storer", MAKE_STORER)

@@ -1,6 +1,6 @@
 """`cuda_graph=True`: replayed steps give what computed ones give, and whatever a graph cannot hold computes as ever.
 
-On a CPU a recorder stands in for the graph (`recorded_graph.py`), and a quick kernel for Triton's (`quick_kernel.py`)
+On a CPU a recorder stands in for the graph (`recorded_graph.py`), and quick kernels for Triton's (`quick_kernel.py`)
 unless a test is `interpreted`; the cases marked `gpu` capture a real graph.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_kernel
 import torch
 from graphed import decode, make
 from models import generate, logits_of, prompt, tiny
@@ -193,6 +194,7 @@ def test_layers_within_a_budget_are_replayed(budget: float, monkeypatch: pytest.
     monkeypatch.setattr(storage, "PENDING_TOKENS", 9)
     monkeypatch.setattr(RecordedGraph, "replays", 0)
     monkeypatch.setitem(GRAPHS, "cpu", RecordedGraph)
+    quick_kernel.serve(monkeypatch)
     model = tiny()
     expected = decode(model, make(model, token_threshold=0.0, cuda_graph=False, kernels="triton"), 14)
     with accelerator() as copies:

@@ -1,4 +1,4 @@
-"""A kernel in place of Triton's, for tests of all that is around it: its interpreter takes seconds for a few steps."""
+"""Kernels in place of Triton's, for tests of all that is around them: its interpreter takes seconds for a few steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qada_cache.attention import plan
 from qada_cache.kernels import choice
+from qada_cache.kernels.decode_reference import find_log_bulk
 from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.kernels.query_adaptive import attend_near, decide, group_queries, score_near, sum_local
 from qada_cache.kernels.reference import merge_partials, softmax_average
@@ -43,10 +45,28 @@ def quick_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
     return out.reshape(*query.states.shape[:3], -1).to(query.states.dtype), flags
 
 
+class QuickStorer:
+    """As `triton.storing.Storer`."""
+
+    def __init__(self, near_keys: Tensor, near_values: Tensor, heads: int) -> None:
+        self._near = near_keys, near_values
+
+    def store(self, query: Query, place: int | Tensor) -> None:
+        """Into a column that a tensor has where a graph is captured."""
+        assert query.unstored is not None
+        column = torch.tensor([place]) if isinstance(place, int) else place
+        for near, new in zip(self._near, query.unstored, strict=True):
+            near.index_copy_(2, column.to(near.device), new)
+        if query.moments:
+            query.log_bulk, query.moments = find_log_bulk(query, self._near[0].shape[1]), ()
+        query.unstored = None
+
+
 def serve(patch: pytest.MonkeyPatch) -> None:
-    """Let it compute every step."""
+    """Let them compute every step."""
 
     def choose(*_: Any, **__: Any) -> Any:
         return quick_decode
 
     patch.setattr(choice, "choose_kernel", choose)
+    patch.setattr(plan, "make_storer", lambda _, *made: QuickStorer(*made))

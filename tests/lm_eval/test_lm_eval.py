@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from qada_cache import QAdACache, StaticHeads, tuned_choice  # noqa: E402
-from qada_cache.lm_eval import QAdALM, make_metrics, split_arguments  # noqa: E402
+from qada_cache import QAdACache  # noqa: E402
+from qada_cache.lm_eval import QAdALM, make_metrics  # noqa: E402
 from qada_cache.lm_eval.scoring import make_rows  # noqa: E402
-from qada_cache.state import TOKEN_THRESHOLD  # noqa: E402
 
 HERE = Path(__file__).parent
 TASKS = {"tiny_choice": "acc,none", "tiny_perplexity": "word_perplexity,none", "needle": "exact_match,none"}
@@ -208,79 +206,14 @@ def test_batches_generate_as_their_rows_alone() -> None:
     assert 0.0 < make_metrics(padded.cache_totals["none"])["cache_sparsity,none"] < 1.0
 
 
-def test_static_heads_come_from_a_file(tmp_path: Path) -> None:
-    StaticHeads(torch.ones(4, 8, dtype=torch.bool)).save(tmp_path / "all")
-    StaticHeads(torch.zeros(4, 4, dtype=torch.bool)).save(tmp_path / "none")
-    everything = evaluate(needle_lm(cache="static", cache_heads=str(tmp_path / "all")), "needle")["needle"]
-    nothing = evaluate(needle_lm(cache="static", cache_heads=str(tmp_path / "none")), "needle")["needle"]
-    assert (everything["exact_match,none"], everything["cache_sparsity,none"]) == (1.0, 0.0)
-    assert (nothing["exact_match,none"], nothing["cache_sparsity,none"]) == (0.0, 1.0)
-
-
-def test_results_name_what_qada_tune_kept() -> None:
-    """And every cache of the run goes by it, whatever is kept meanwhile."""
-    model = needle_lm().model
-    path = tuned_choice.keep(model, replace(QAdACache(model).options, token_threshold=8.0), {})
-    try:
-        lm, without = needle_lm(cache_tuned=True), needle_lm()
-        own = needle_lm(cache_token_threshold=3)
-    finally:
-        path.unlink()
-    assert evaluate(lm, "needle")["needle"]["cache_tuned,none"] == "token_threshold=8"
-    assert lm._make_cache().options.token_threshold == 8.0
-    for other, token_threshold in ((without, TOKEN_THRESHOLD), (own, 3)):
-        assert "cache_tuned,none" not in evaluate(other, "needle")["needle"]
-        assert other._make_cache().options.token_threshold == token_threshold
-
-
-def test_what_qada_tune_kept_in_few_bits_and_of_prompts(tmp_path: Path, default_bits: None) -> None:
-    """Taken, but where a store keeps tokens as the model made them, of prompts read exactly."""
-    model = needle_lm().model
-    options = QAdACache(model, bulk_bits=4, prefill_threshold=12.0).options
-    path = tuned_choice.keep(model, replace(options, token_threshold=8.0), {})
-    try:
-        lms = [needle_lm(cache_tuned=True, cache_store=store) for store in (None, str(tmp_path / "store"))]
-    finally:
-        path.unlink()
-    few = 4 if QAdACache(model).options.codes_tokens else 16
-    for lm, bits, prompts in zip(lms, (few, 16), (12.0, 0.0), strict=True):
-        assert lm._cache_options["token_threshold"] == 8.0
-        assert lm._cache_options["bulk_bits"] == bits
-        assert lm._cache_options["prefill_threshold"] == lm._make_cache().options.prefill_threshold == prompts
-        assert ("prefill_threshold=12" in lm.cache_tuned) == (prompts == 12.0)
-
-
-def test_short_texts_have_no_sparsity() -> None:
-    lm = needle_lm()
-    lm._loglikelihood_tokens([(("", ""), [1, 5], [6, 7])], disable_tqdm=True)
-    assert make_metrics(lm.cache_totals["none"])["cache_sparsity,none"] == "N/A"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"cache": "qda"}, "unknown cache=qda: use one of qada, oracle, static, local, dense"),
-        ({"cache_treshold": 1}, "unknown cache_treshold=1: use one of cache_threshold, cache_sink_tokens"),
-        ({"cache": "static"}, "needs cache_heads=FILE"),
-        ({"cache_heads": "file"}, "cache=static needs"),
-        ({"cache": "static", "cache_heads": needle.FOLDER / "model.safetensors"}, "is not a qada-heads file"),
-        ({"cache_threshold": 2}, "threshold must be in"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        needle_lm(**arguments)
-
-
-def test_arguments_of_transformers_pass() -> None:
-    options, rest = split_arguments("oracle", {"cache_dir": "d", "dtype": "auto", "cache_update_moments": False})
-    assert options == {"criterion": "oracle", "update_moments": False}
-    assert rest == {"cache_dir": "d", "dtype": "auto"}
-
-
-def test_unsupported_models_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="reads all tokens of latent attention"):
-        random_lm("deepseek_v3", cache_threshold=0.5)
+def test_a_prompt_in_chunks_leaves_its_last_token_to_the_heads() -> None:
+    """Whether lm-eval or the model's own settings ask for them."""
+    lm, (request,) = random_lm(cache_threshold=0.0), texts_to_go_on(300)
+    wanted = lm.generate_until([request], disable_tqdm=True), lm.cache_totals["none"][-1].steps
+    for own in (request.args[1], vars(lm.model.generation_config)):
+        own["prefill_chunk_size"] = 50
+        assert (lm.generate_until([request], disable_tqdm=True), lm.cache_totals["none"][-1].steps) == wanted
+        own["prefill_chunk_size"] = None
 
 
 def test_requests_that_fill_up_are_answered_once() -> None:

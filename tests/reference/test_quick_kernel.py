@@ -1,9 +1,11 @@
-"""The quick kernel that serves in place of Triton's is held to what they are held to."""
+"""The quick kernels that serve in place of Triton's are held to what these are held to."""
 
 import pytest
 import torch
 from decode_scene import Scene, step_of
-from quick_kernel import quick_decode
+from quick_kernel import QuickStorer, quick_decode
+
+from qada_cache.kernels.storing import find_storing_fault
 
 
 @pytest.mark.parametrize("rule", ["head", "any"])
@@ -19,3 +21,7 @@ def test_it_computes_what_a_kernel_does(rule: str, dtype: torch.dtype) -> None:
     assert 0 < flags.sum() < flags.numel()
     scene.check(out, flags)
     assert layer.bulk_read_bytes == needed
+
+
+def test_a_token_is_stored_and_estimated_as_a_kernel_is_tried() -> None:
+    assert find_storing_fault(QuickStorer, torch.device("cpu"), torch.float32, group=2, dim=16, value_dim=24) is None

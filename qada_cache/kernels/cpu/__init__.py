@@ -66,6 +66,10 @@ def compiled_partial_attention(
     Threads share the work evenly for any number of heads, by splitting keys if needed."""
     (batch, heads, queries, dim), (tokens, value_dim) = query.shape, value.shape[2:]
     check_tensor("query", query, ELEMENTS, query.shape, CPU, packed=0)
+    addresses = (
+        find_address("key", key, query.dtype, (batch, heads, tokens, dim), packed=2),
+        find_address("value", value, query.dtype, (batch, heads, tokens, value_dim), packed=2),
+    )
     room = round_queries(queries)
     kernels = build(query.dtype, dim, value_dim, room, None)
     if kernels is None:
@@ -75,8 +79,7 @@ def compiled_partial_attention(
     lse = torch.empty(batch, heads, room, dtype=torch.float32, device=query.device)
     kernels.partial_attention(
         find_address("query", query, query.dtype, (batch, heads, room, dim)),
-        find_address("key", key, query.dtype, (batch, heads, tokens, dim), packed=2),
-        find_address("value", value, query.dtype, (batch, heads, tokens, value_dim), packed=2),
+        *addresses,
         find_address("out", out, torch.float32, (batch, heads, room, value_dim)),
         find_address("lse", lse, torch.float32, (batch, heads, room)),
         *(batch, heads, tokens, *key.stride()[:2], *value.stride()[:2]),
@@ -95,7 +98,7 @@ def define(
 ) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with, `element` being one of `ELEMENTS`; keys and values are `shared` as by
     `operands.is_shared`."""
-    values = CONSTANTS | {"DIM": dim, "VALUE_DIM": value_dim, "SHARED": int(shared), "QUERIES": queries}
+    values = CONSTANTS | {"DIM": dim, "VALUE_DIM": value_dim, "VALUES_IN_KEYS": int(shared), "QUERIES": queries}
     bits = (records.key_bits, records.value_bits, records.size) if records else (0, 0, 1)
     values |= dict(zip(("KEY_BITS", "VALUE_BITS", "RECORD_SIZE"), bits, strict=True))
     return f"-D{element}", *(f"-D{name}={value}" for name, value in values.items())

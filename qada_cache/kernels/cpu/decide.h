@@ -80,7 +80,7 @@ struct Decode {
         if (!new_keys) return;
         const int64_t index = row * kv_heads + head, column = rows.columns - 1;
         std::copy_n(new_keys + index * DIM, DIM, near_keys.at(row, head) + column * DIM);
-        if (SHARED) return;
+        if (VALUES_IN_KEYS) return;
         std::copy_n(new_values + index * VALUE_DIM, VALUE_DIM, near_values.at(row, head) + column * VALUE_DIM);
     }
 
@@ -117,7 +117,7 @@ struct Decode {
     }
 };
 
-constexpr int64_t TOKEN_BYTES = (DIM + (SHARED ? 0 : VALUE_DIM)) * (int64_t)sizeof(Element);
+constexpr int64_t TOKEN_BYTES = (DIM + (VALUES_IN_KEYS ? 0 : VALUE_DIM)) * (int64_t)sizeof(Element);
 
 // What is read of a bulk that all rows of a call share, as the tokens of one row's call do: what several of them read
 // counts once.

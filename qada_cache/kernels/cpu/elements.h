@@ -3,7 +3,7 @@
 // The sizes are macros, so that the compiler can keep the sums in registers:
 //
 //   DIM, VALUE_DIM   of a head
-//   SHARED           1 where values are the first channels of the keys, and are not stored
+//   VALUES_IN_KEYS   1 where values are the first channels of the keys, and are not stored
 //   QUERIES          that share a head's keys, the query heads of a group
 //   BFLOAT16, FLOAT16 or FLOAT32   the type of queries, keys and values; sums are float32
 //
@@ -51,7 +51,7 @@ struct View {
     T* at(int64_t row, int64_t head = 0) const { return data + row * row_stride + head * head_stride; }
 };
 
-constexpr int VALUE_STRIDE = SHARED ? DIM : VALUE_DIM;  // elements from one token's value to the next one's
+constexpr int VALUE_STRIDE = VALUES_IN_KEYS ? DIM : VALUE_DIM;  // elements from one token's value to the next one's
 
 using Channel = std::conditional_t<DIM <= 256, uint8_t, int16_t>;  // of codec.py's `choose_order_dtype`
 

@@ -1,5 +1,5 @@
 // Latent attention of many queries over few tokens at a time: all queries share one key, whose first channels are
-// the value (`SHARED`).
+// the value (`VALUES_IN_KEYS`).
 //
 // A vector has one number of each of LANES queries, which meet a tile's numbers one by one: these are read from where
 // they lie, in whatever order, and nothing is transposed. Two products are made of a tile while it lies in the second

@@ -110,7 +110,7 @@ struct Attention {
         if constexpr (std::is_same_v<Places, IndexedPlaces>)  // which no hardware foresees
             for (int64_t t = 0; t < std::min<int64_t>(BLOCK, tokens); t++) {
                 prefetch<DIM>(key + places[t] * DIM);
-                if (!SHARED) prefetch<VALUE_DIM>(value + places[t] * VALUE_STRIDE);
+                if (!VALUES_IN_KEYS) prefetch<VALUE_DIM>(value + places[t] * VALUE_STRIDE);
             }
         Elements<Places> all{key, value, places};
         add(all, tokens);

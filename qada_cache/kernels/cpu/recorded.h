@@ -3,13 +3,13 @@
 #pragma once
 
 #include "decide.h"
-#if SHARED && KEY_BITS > 0
+#if VALUES_IN_KEYS && KEY_BITS > 0
 #include "latent_records.h"
 #endif
 
 namespace {
 
-#if SHARED && KEY_BITS > 0
+#if VALUES_IN_KEYS && KEY_BITS > 0
 // As `RecordAttention` (coded.h), of all of the head's queries.
 struct DecodedAttention {
     static constexpr int BLOCKS = (QUERIES + LANES - 1) / LANES;

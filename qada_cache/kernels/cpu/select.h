@@ -77,9 +77,8 @@ struct Estimates {
 
     // What codes say of the scores of `keys` keys, a span at most, all of one segment, `stride` words apart: as good as
     // queries are.
-    __attribute__((noinline)) void compute_exactly(const uint32_t* block, int64_t stride, const uint8_t* block_scales,
-                                                   const Rounded& queries, float (*scores)[SPAN],
-                                                   int keys = SPAN) const {
+    INLINED void compute_exactly(const uint32_t* block, int64_t stride, const uint8_t* block_scales,
+                                 const Rounded& queries, float (*scores)[SPAN], int keys = SPAN) const {
         alignas(CACHE_LINE) int32_t high[QUERIES][SPAN], low[QUERIES][SPAN];
         if (keys <= KEYS) {
             multiply<1>(block, stride, words, queries.fours, high, keys);

@@ -50,7 +50,7 @@ inline void rotate(Lanes* values, int count, float unit) {
 }
 
 constexpr bool CODED = KEY_BITS > 0;  // whether tokens with a sketch lie in records (coded.h)
-constexpr bool SCORED = CODED && !SHARED;  // whether queries meet records' codes; else these are decoded
+constexpr bool SCORED = CODED && !VALUES_IN_KEYS;  // whether queries meet records' codes; else these are decoded
 constexpr float FINER = 2 * LEVELS;   // a rounded query's step over that of what rounding leaves
 
 // The sum with 1.5 * 2^23 has no room for fractions: it rounds half to even.

@@ -1,0 +1,68 @@
+"""What Triton's interpreter does again for every value, left out or done once."""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from triton import language
+from triton.runtime import interpreter
+
+
+def quicken(patch: pytest.MonkeyPatch) -> None:
+    builder = interpreter.interpreter_builder
+    # All sums of integers anew, to look for an overflow that it then says nothing of.
+    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    # What is left to replace in `triton.language`, in every call of a function.
+    patch.setattr(interpreter.InterpretedFunction, "__call__", _call)
+    # What follows from a type or a shape alone.
+    patch.setattr(interpreter, "_get_np_dtype", _remember_dtypes(interpreter._get_np_dtype))
+    patch.setattr(language.block_type, "__init__", _remember_types(language.block_type.__init__))
+    patch.setattr(language.tensor, "__init__", _init_tensor)
+
+
+@functools.cache
+def _list_seen(function: Any) -> list[Any]:
+    seen = list(map(id, function.__globals__.values()))
+    return [module for module in (language, language.core) if id(module) in seen]
+
+
+def _call(own: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(language.core.is_builtin(module.load) for module in _list_seen(own.fn)):
+        interpreter._patch_lang(own.fn)
+    return own.rewrite()(*args, **kwargs)
+
+
+def _remember_dtypes(find: Any) -> Any:
+    known: dict[str, Any] = {}
+
+    def find_dtype(type: Any) -> Any:
+        if (found := known.get(type.name)) is None:
+            found = known[type.name] = find(type)
+        return found
+
+    return find_dtype
+
+
+def _remember_types(init: Any) -> Any:
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def init_once(own: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if (found := known.get(key)) is None:
+            init(own, element_ty, shape)
+            found = known[key] = vars(own).copy()
+        vars(own).update(found)
+
+    return init_once
+
+
+@functools.cache
+def _find_shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    return language.constexpr(math.prod(sizes)), language.tuple([language.constexpr(size) for size in sizes])
+
+
+def _init_tensor(own: Any, handle: Any, type: Any) -> None:
+    own.handle, own.type, own.dtype = handle, type, type.scalar
+    own.numel, own.shape = _find_shape(tuple(type.shape) if type.is_block() else ())
