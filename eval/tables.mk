@@ -43,7 +43,7 @@ tables/trials-qwen2.5-coder-0.5b.csv:
 	$(EVAL).trials --model $(QWEN) --tokens --own --tasks prose_niah --lengths 16384 --documents 4 --question dense sparse $(OUT)
 	$(EVAL).trials --model $(QWEN) --tokens --own --tasks prose_niah --lengths 32000 --documents 1 --question sparse $(OUT)
 
-tables/latent_trials.csv:  # of what `eval.convert --latent` made of both models, interrupted after needles of 16 bits
+tables/latent_trials.csv:  # of what `eval.convert --latent` made of both models
 	$(EVAL).trials --model smollm2-latent --latents --lengths 3072 --documents 2 $(OUT)
 	$(EVAL).trials --model qwen2.5-coder-0.5b-latent --latents --lengths 3072 --documents 2 $(OUT)
 	$(EVAL).trials --model smollm2-latent --latents --tasks prose_niah --lengths 4096 --documents 8 --question sparse $(OUT)
