@@ -70,7 +70,17 @@ def test_times_of_prompts() -> None:
 
 def test_a_further_question() -> None:
     turn = one(read(RESULTS / f"turns-{QWEN}-cpu.csv"), method="QAdACache", tokens="8192", turn="64")
-    assert f"8,192 read before, takes Qwen2.5-Coder {turn['over_dynamic']} of the time" in README.replace("\n", " ")
+    assert f"tokens, with 8,192 read before, takes {turn['over_dynamic']} of the time" in README.replace("\n", " ")
+
+
+def test_latents_and_hybrids() -> None:
+    told, rows = " ".join(README.split()), read(RESULTS / "long/benchmark-deepseek-v2-lite-cpu.csv")
+    ours, dynamic = (float(one(rows, method=name)["p50_ms"]) / 1000 for name in ("QAdACache", "DynamicCache"))
+    assert f"a token after 32,768 others takes {ours:.1f} s, with DynamicCache {dynamic:.0f} (" in told
+    turns = read(RESULTS / "restart-qwen3.5-0.8b.csv")
+    names = "PrefixStore, a third turn", "DynamicCache, read again"
+    third, again = (one(turns, way=name, document_tokens="7500")["first_token_s"] for name in names)
+    assert f"7,500 tokens takes {float(third):.1f} s, reading everything again {float(again):.0f} (" in told
 
 
 def test_on_a_gpu() -> None:
