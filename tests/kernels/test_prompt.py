@@ -256,7 +256,8 @@ def test_a_padded_batch_in_a_cache(side: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("form", ["bool", "numbers"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_mask_of_one_s_own(is_causal: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernel if it is causal, by the model's own attention if two tokens see each other."""
+    """By the kernel if it is causal, as near to float64 as with DynamicCache; by the model's own if two tokens see each
+    other."""
     model, served = tiny("llama", head_dim=32).bfloat16(), []
     mask = torch.ones(1, 1, 300, 300, dtype=torch.bool).tril()
     mask[..., 280, 281] = not is_causal
@@ -266,12 +267,13 @@ def test_a_mask_of_one_s_own(is_causal: bool, form: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(prompt, "prompt_attention", lambda *a, **k: served.append(a[0].shape[2]) or original(*a, **k))
     ids = words(300)[0]
     with torch.no_grad():
+        wanted = tiny_like(model, torch.float64)(ids, attention_mask=mask if form == "bool" else mask.double()).logits
         plain, got = (
             model(ids, attention_mask=mask, **pass_cache(used)).logits
             for used in (DynamicCache(config=model.config), exact(model))
         )
     assert bool(served) is is_causal
-    assert (got - plain).abs().max() <= 0.1 * plain.std()
+    assert (got - wanted).abs().mean() <= 1.1 * (plain - wanted).abs().mean()
     assert torch.equal(got, plain) or is_causal
 
 
