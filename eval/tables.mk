@@ -215,7 +215,7 @@ tables/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --model $(QWEN) --dtype bfloat16 --tokens 16384 --documents 1 --thresholds 12 $(OUT)
 
 tables/sampled/prompt_loss-smollm2.csv:
-	$(EVAL).prompts loss --sampled --dtype float32 --tokens 4096 --documents 1 --thresholds 12 18 25 $(OUT)
+	$(EVAL).prompts loss --sampled --dtype float32 --tokens 4096 7500 --documents 1 --thresholds 12 18 25 40 $(OUT)
 
 tables/sampled/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --sampled --model $(QWEN) --dtype float32 --tokens 4096 --documents 1 --thresholds 12 18 25 $(OUT)
