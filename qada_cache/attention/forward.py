@@ -6,8 +6,6 @@ computes, any other call it passes on to what the model would have called. So ot
 did.
 """
 
-import inspect
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -142,19 +140,13 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
     plain = causal and kwargs.get("allow_is_causal_skip", False)
     fits = padding is None or padding.shape[1:] == (tokens,)
     if tokens.forward_pass is not None:
-        shows_all = causal and fits and _is_in_pass() and (padding is None or bool(padding.all()))
+        shows_all = causal and fits and generation.is_in_pass() and (padding is None or bool(padding.all()))
         tokens.forward_pass.shown = int(tokens) if shows_all else 0
     # For a single token others' masks are `[batch, 1, 1, tokens]` or None; flex attention compiles even that one.
     fewest = 1 if getattr(kwargs.get("config"), "_attn_implementation", None) == "flex_attention" else 2
     if plain and fits and fewest <= kwargs.get("q_length", 1) < tokens:
         return padding
     return base(**kwargs | {"kv_length": int(tokens)})  # block masks keep it, and graphs know no such class
-
-
-def _is_in_pass() -> bool:
-    """Whether a model's forward function is at work: else the caller makes a mask, and may write to it."""
-    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe()) if frame.f_code.co_name == "forward"]
-    return any(isinstance(frame.f_locals.get("self"), PreTrainedModel) for frame in frames)
 
 
 _find_latent_layer = outside_graphs(find_expanding_layer)

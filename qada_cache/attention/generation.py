@@ -55,6 +55,12 @@ def find_prompt() -> Prompt:
     return Prompt(False, 0)
 
 
+def is_in_pass() -> bool:
+    """Whether a model's forward function is at work: else the caller makes a mask, and may write to it."""
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe()) if frame.f_code.co_name == "forward"]
+    return any(isinstance(frame.f_locals.get("self"), PreTrainedModel) for frame in frames)
+
+
 def check_repeated(held: int) -> None:
     """Whether the pass under way gives the whole text to a cache that holds `held` tokens of it. `generate` does at
     every step but the first, to any cache, if it is told not to use one: that is logged, once. It does at the first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -58,6 +58,24 @@ def by_torch(query: Tensor, latents: Tensor, rank: int) -> Tensor:
     return partial_attention(query, latents, latents, scaling=SCALING, kernels="torch")[0][..., :rank]
 
 
+def check_errors(
+    attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None], dtype: torch.dtype, dim: int, rank: int
+) -> None:
+    """What a kernel makes of queries and latents, in all `CALLS`, is as near to float64 as what torch does."""
+    mean, most = NEAR[dtype]
+    errors: list[tuple[Tensor, Tensor]] = []
+    for queries, tokens in CALLS:
+        query, latents = tensors(queries, tokens, dim, dtype)
+        found = attend(query, latents)
+        assert found is not None
+        wanted, wanted_lse = in_float64(query, latents, rank)
+        errors.append(tuple((each - wanted).abs().flatten() for each in (found[0], by_torch(query, latents, rank))))
+        torch.testing.assert_close(found[1].double(), wanted_lse, atol=2e-5, rtol=2e-6)
+    ours, torchs = (torch.cat(each) for each in zip(*errors, strict=True))
+    assert ours.mean() <= mean * torchs.mean()
+    assert ours.max() <= most * torchs.max()
+
+
 @pytest.mark.usefixtures("built_for")
 @pytest.mark.parametrize(
     ("built_for", "dtype", "dim", "rank"),
@@ -70,19 +88,11 @@ def by_torch(query: Tensor, latents: Tensor, rank: int) -> Tensor:
     ids=str,
 )
 def test_as_near_to_float64_as_torch(dtype: torch.dtype, dim: int, rank: int) -> None:
-    mean, most = NEAR[dtype]
-    errors: list[tuple[Tensor, Tensor]] = []
-    for queries, tokens in CALLS:
-        query, latents = tensors(queries, tokens, dim, dtype)
+    def attend(query: Tensor, latents: Tensor) -> tuple[Tensor, Tensor] | None:
         assert latent.serves_latents(query, latents, rank, 1024)
-        found = latent.attend_latents(query, latents, rank, scaling=SCALING)
-        assert found is not None
-        wanted, wanted_lse = in_float64(query, latents, rank)
-        errors.append(tuple((each - wanted).abs().flatten() for each in (found[0], by_torch(query, latents, rank))))
-        torch.testing.assert_close(found[1].double(), wanted_lse, atol=2e-5, rtol=2e-6)
-    ours, torchs = (torch.cat(each) for each in zip(*errors, strict=True))
-    assert ours.mean() <= mean * torchs.mean()
-    assert ours.max() <= most * torchs.max()
+        return latent.attend_latents(query, latents, rank, scaling=SCALING)
+
+    check_errors(attend, dtype, dim, rank)
 
 
 @pytest.mark.usefixtures("built_for")

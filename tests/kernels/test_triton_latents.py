@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import LATENT, exact, forced, prompt, tiny
-from test_latent_kernel import CALLS, NEAR, SCALING, by_torch, in_float64, tensors
+from test_latent_kernel import NEAR, SCALING, by_torch, check_errors, in_float64, tensors
 from torch import Tensor
 
 from qada_cache.kernels import choice, latent_choice
@@ -46,17 +46,7 @@ def attend(query: Tensor, latents: Tensor, rank: int, device: str) -> tuple[Tens
     ids=str,
 )
 def test_as_near_to_float64_as_torch(dtype: torch.dtype, dim: int, rank: int, device: str) -> None:
-    mean, most = NEAR[dtype]
-    errors: list[tuple[Tensor, Tensor]] = []
-    for queries, tokens in CALLS:
-        query, latents = tensors(queries, tokens, dim, dtype)
-        found = attend(query, latents, rank, device)
-        wanted, wanted_lse = in_float64(query, latents, rank)
-        errors.append(tuple((each - wanted).abs().flatten() for each in (found[0], by_torch(query, latents, rank))))
-        torch.testing.assert_close(found[1].double(), wanted_lse, atol=2e-5, rtol=2e-6)
-    ours, torchs = (torch.cat(each) for each in zip(*errors, strict=True))
-    assert ours.mean() <= mean * torchs.mean()
-    assert ours.max() <= most * torchs.max()
+    check_errors(lambda query, latents: attend(query, latents, rank, device), dtype, dim, rank)
 
 
 @DEVICES
