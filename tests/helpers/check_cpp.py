@@ -28,7 +28,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # Nothing else is linked, so that it is all the same how wide vectors are passed; GCC's own headers for AVX-512 leave
 # values uninitialised.
 UNINITIALIZED = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
-UNWARNED = {"x86-64": ("-Wno-psabi",), "x86-64-v4": UNINITIALIZED, "cooperlake": UNINITIALIZED}
+UNWARNED = {"x86-64": ("-Wno-psabi",)} | dict.fromkeys(("x86-64-v4", "cooperlake", "sapphirerapids"), UNINITIALIZED)
 LATENT_SIZES = ((torch.bfloat16, 576, 512, 8), (torch.float16, 48, 32, 16), (torch.float32, 40, 24, 4))
 PROMPT_SIZES = ((64, 64), (128, 128), (80, 48))
 ZIG = sys.executable, "-m", "ziglang", "c++", "-target"  # has a compiler for each system in one package
@@ -43,11 +43,13 @@ class Target(NamedTuple):
     of_prompts: dict[str, frozenset[str]]  # sets of instructions that these are written for, and who had them first
 
 
+AVX512 = {"avx512f", "avx512bw", "avx512dq"}
 OF_X86 = {
     "x86-64-v3": X86.needed,
-    "x86-64-v4": X86.needed | {"avx512f", "avx512bw"},
+    "x86-64-v4": X86.needed | AVX512,
     "alderlake": X86.needed | {"avx_vnni"},
-    "cooperlake": X86.needed | set(X86.better) - {"avx_vnni"},
+    "cooperlake": X86.needed | AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "sapphirerapids": X86.needed | set(X86.better),
 }
 OF_ARM = {
     "armv8-a": ARM.needed,
@@ -55,7 +57,7 @@ OF_ARM = {
     "armv8.6-a": ARM.needed | set(ARM.better),
 }
 OF_MACS = {"apple_m1": ARM.needed | {"asimddp"}, "apple_m2": ARM.needed | set(ARM.better)}
-OF_WINDOWS = {"x86_64_v3": X86.needed, "x86_64_v4": X86.needed | {"avx512f", "avx512bw"}}
+OF_WINDOWS = {"x86_64_v3": X86.needed, "x86_64_v4": X86.needed | AVX512}
 TARGETS = {
     "x86_64": Target(
         (os.environ.get("CXX", "c++"),), "-march", ("x86-64", "x86-64-v3", "alderlake", "x86-64-v4"), OF_X86

@@ -31,10 +31,11 @@ SIZES = [
     *((64, 64, torch.bfloat16, "middle"), (80, 48, torch.bfloat16, "least"), (256, 256, torch.bfloat16, "least")),
     *((64, 64, torch.float32, "newest"), (4, 16, torch.float32, "newest"), (128, 128, torch.float32, "middle")),
     (18, 16, torch.float32, "least"),
+    *((dim, value_dim, torch.bfloat16, "tiles") for dim, value_dim in ((64, 64), (128, 128), (80, 48), (18, 16))),
 ]
 # Of torch's error, mean and largest: in float32 sums are made in another order, and short ones tell.
 NEAR = {torch.bfloat16: (1.02, 1.5), torch.float32: (1.6, 2.5)}
-# Around a strip of 6 queries, a block of 96, a chunk of 16 or 64 keys and a tile of 256.
+# Around a strip of 6 or 32 queries, a block of 96, a chunk of 16 or 64 keys and a tile of 256.
 CALLS = [(64, 64), (96, 96), (97, 255), (101, 256), (193, 257), (64, 1000), (700, 700)]
 
 

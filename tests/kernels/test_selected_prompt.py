@@ -60,7 +60,7 @@ def by_reference(call: list[Tensor], **options: Any) -> tuple[Tensor, list[float
     query, key, value = (each[0] for each in call)
     kernel = selected_prompt.build_selecting(key.shape[2], value.shape[2], key.dtype)
     assert kernel is not None
-    told |= {"levels": kernel.code_levels(), "words": kernel.code_words()}
+    told |= {"levels": kernel.code_levels(), "words": kernel.code_words(), "together": kernel.block_queries()}
     found = [reference(query=query[head], key=key[head // 2], value=value[head // 2], **told) for head in range(4)]
     return torch.stack([out for out, _ in found])[None], [share for _, shares in found for share in shares]
 
@@ -139,7 +139,7 @@ def test_what_is_lost_without_an_estimate_and_with_it() -> None:
 
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("instructions", ["newest", "least"], indirect=True)
+@pytest.mark.parametrize("instructions", ["tiles", "newest", "least"], indirect=True)
 def test_a_low_threshold_reads_everything(dtype: torch.dtype) -> None:
     call = tensors(900, 64, 64, dtype)
     out, _ = attend(call, threshold=1e-9)
@@ -148,11 +148,17 @@ def test_a_low_threshold_reads_everything(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, full, rtol=torch.finfo(dtype).eps * 2, atol={torch.bfloat16: 2e-2}.get(dtype, 1e-5))
 
 
-def test_bfloat16_is_as_near_as_its_rounding() -> None:
-    call = tensors(1001, 64, 64, torch.bfloat16)
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "instructions"),
+    [(64, 64, "newest"), (64, 64, "tiles"), (128, 128, "tiles"), (80, 48, "tiles")],
+    indirect=["instructions"],
+)
+def test_bfloat16_is_as_near_as_its_rounding(dim: int, value_dim: int) -> None:
+    call = tensors(1001, dim, value_dim, torch.bfloat16)
     wanted, _ = by_reference(call)
     off = (attend(call)[0] - wanted).abs()
-    full = torch.empty_like(call[0])
+    full = torch.empty_like(wanted, dtype=torch.bfloat16)
     prompt.prompt_attention(*call, scaling=0.2, causal=True, out=full)
     assert off.mean() < 0.25 * (full - wanted).abs().mean()
 

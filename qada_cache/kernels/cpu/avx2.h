@@ -6,8 +6,6 @@
 
 namespace {
 
-constexpr float LEAST_POWER = -127;  // by which 1 becomes 0
-
 INLINED Singles fused(Singles a, Singles b, Singles c) {
     return (Singles)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
@@ -25,11 +23,13 @@ INLINED float largest(Singles lanes) {
     return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 }
 INLINED Integers to_nearest(Singles x) { return (Integers)_mm256_cvtps_epi32((__m256)x); }
-INLINED Singles whole(Singles x) {
-    return (Singles)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
 INLINED Integers not_negative(Integers x) { return (Integers)_mm256_max_epi32((__m256i)x, _mm256_setzero_si256()); }
-INLINED Singles scaled(Singles x, Singles power, Singles) { return (Singles)((Integers)x + (to_nearest(power) << 23)); }
+INLINED Singles bounded(Singles power) { return larger(all(-127), power); }  // by that 1 becomes 0; a nan stays one
+INLINED Singles whole(Singles x) { return (Singles)_mm256_floor_ps((__m256)x); }
+INLINED Singles fraction(Singles x) { return bounded(x) - whole(bounded(x)); }
+INLINED Singles scaled(Singles x, Singles power) {
+    return (Singles)((Integers)x + (to_nearest(whole(bounded(power))) << 23));
+}
 
 constexpr bool QUERY_SIGNED = false;
 #if defined(__AVXVNNI__)

@@ -1,12 +1,10 @@
-// The operations of operations.h by AVX-512 (F, BW), VNNI and BF16.
+// The operations of operations.h by AVX-512 (F, BW, DQ), VNNI and BF16.
 
 #pragma once
 
 #include <immintrin.h>
 
 namespace {
-
-constexpr float LEAST_POWER = -200;
 
 INLINED Singles fused(Singles a, Singles b, Singles c) {
     return (Singles)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -15,13 +13,11 @@ INLINED Singles larger(Singles a, Singles b) { return (Singles)_mm512_max_ps((__
 INLINED float sum_of(Singles lanes) { return _mm512_reduce_add_ps((__m512)lanes); }
 INLINED float largest(Singles lanes) { return _mm512_reduce_max_ps((__m512)lanes); }
 INLINED Integers to_nearest(Singles x) { return (Integers)_mm512_cvtps_epi32((__m512)x); }
-INLINED Singles whole(Singles x) {
-    return (Singles)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+INLINED Singles fraction(Singles x) {
+    return (Singles)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 INLINED Integers not_negative(Integers x) { return (Integers)_mm512_max_epi32((__m512i)x, _mm512_setzero_si512()); }
-INLINED Singles scaled(Singles x, Singles power, Singles) {
-    return (Singles)_mm512_scalef_ps((__m512)x, (__m512)power);
-}
+INLINED Singles scaled(Singles x, Singles power) { return (Singles)_mm512_scalef_ps((__m512)x, (__m512)power); }
 
 #if defined(MULTIPLIES_PAIRS)
 INLINED Singles added_pairs(Singles sum, Words left, Words right) {

@@ -6,17 +6,17 @@
 
 namespace {
 
-constexpr float LEAST_POWER = -125;
-
 INLINED Singles fused(Singles a, Singles b, Singles c) { return (Singles)vfmaq_f32(c, a, b); }
 INLINED Singles larger(Singles a, Singles b) { return (Singles)vmaxq_f32(a, b); }
 INLINED float sum_of(Singles lanes) { return vaddvq_f32(lanes); }
 INLINED float largest(Singles lanes) { return vmaxvq_f32(lanes); }
 INLINED Integers to_nearest(Singles x) { return (Integers)vcvtnq_s32_f32(x); }
-INLINED Singles whole(Singles x) { return (Singles)vrndnq_f32(x); }
 INLINED Integers not_negative(Integers x) { return (Integers)vmaxq_s32((int32x4_t)x, vdupq_n_s32(0)); }
-INLINED Singles scaled(Singles x, Singles power, Singles exact) {
-    return (Singles)(((Integers)x + (to_nearest(power) << 23)) & ~(Integers)(exact < LEAST_POWER));
+INLINED Singles bounded(Singles power) { return larger(all(-127), power); }  // by that 1 becomes 0; a nan stays one
+INLINED Singles whole(Singles x) { return (Singles)vrndmq_f32(x); }
+INLINED Singles fraction(Singles x) { return bounded(x) - whole(bounded(x)); }
+INLINED Singles scaled(Singles x, Singles power) {
+    return (Singles)((Integers)x + (to_nearest(whole(bounded(power))) << 23));
 }
 
 #if defined(MULTIPLIES_PAIRS)

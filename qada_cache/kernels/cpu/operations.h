@@ -1,10 +1,11 @@
 // Operations on vectors that kernels for prompts are made of, a column and a file for each set of instructions:
 //
-//                     avx512.h (F, BW)          avx2.h (AVX2, FMA)          neon.h
+//                     avx512.h (F, BW, DQ)      avx2.h (AVX2, FMA)          neon.h
 //   floats of a vector, LANES       16          8                           4
 //   vectors of a sum, VECTORS        4 of 32    2 of 16                     4 of 32
 //   words of bfloat16   pairs (BF16), floats    floats                      pairs (BF16), floats
 //   LEVELS of codes     127 (VNNI), 63          127 (AVX-VNNI), 63          127
+//   tiles of words      pairs, codes (AMX)
 //
 // Which ones the compiler is told of decides; `prompt.py` tells it. NUMBER is uint16_t for bfloat16, or float. Vectors
 // are the compilers' own extension (GCC, Clang), so that what is not in those files is of no processor.
@@ -25,11 +26,14 @@ namespace {
 using Number = NUMBER;
 
 // VECTORS of sums for each of 6 queries stay in registers. MULTIPLIES_PAIRS: of bfloat16.
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 constexpr int LANES = 16, VECTORS = 4;
 #define COLUMN "avx512.h"
 #if defined(__AVX512BF16__)
 #define MULTIPLIES_PAIRS 1
+#endif
+#if defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define MULTIPLIES_TILES 1
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int LANES = 8, VECTORS = 2;
@@ -56,6 +60,13 @@ constexpr int IN_WORD = 4 / sizeof(Number);
 constexpr int IN_WORD = 1;
 #endif
 using Packed = std::conditional_t<IN_WORD == 2, uint16_t, float>;
+
+// Whether such words are multiplied by tiles (tiles.h), which save most of the time where they are of pairs.
+#if defined(MULTIPLIES_TILES)
+constexpr bool TILED = IN_WORD == 2;
+#else
+constexpr bool TILED = false;
+#endif
 
 template <typename To>
 INLINED To loaded(const void* from) {
@@ -87,9 +98,10 @@ INLINED Singles to_singles(Integers x) { return __builtin_convertvector(x, Singl
 //   added_pairs(sum, a, b)    `sum`, and products of each word's bfloat16, where there are pairs
 //   larger(a, b)              the larger ones; no number where `b` is none
 //   sum_of(a), largest(a)     of all lanes
-//   to_nearest(a), whole(a)   as integers, and as floats
+//   to_nearest(a)             as integers
+//   fraction(a)               what is above the next lower whole number, 0 where `a` is -inf
+//   scaled(a, n)              `a` times 2 to the power of that number of `n`; 0 where that is none
 //   not_negative(a)           integers, or 0
-//   scaled(a, n)              `a` times 2 to the power of `n`, whole numbers from LEAST_POWER on, 0 where that is none
 //   narrowed(to, a)           stores bfloat16, of two as near the even one, where there are pairs
 //   added_codes<n>(sum, a, b)  `sum`, integers, and products of a query's and keys' codes, the bytes of `n` words each,
 //                             TOGETHER at most; LEVELS at most either way, of a query from 0 on if not QUERY_SIGNED
@@ -117,22 +129,22 @@ INLINED void store_bfloat16(void* to, Singles row) {
 #endif
 }
 
-// What gives 2 to the power of -0.5 to 0.5 with the least largest error: 8e-8, or 3e-6, as weights are then rounded.
+// What gives 2 to the power of 0 to 1, with 1 at 0, with the least largest error: less than rounding, or 3e-6, as weights
+// are then rounded.
 constexpr float FINE[] = {
-    1.53458120e-4f, 1.33999314e-3f, 9.61848896e-3f, 5.55032878e-2f, 2.40226469e-1f, 6.93147206e-1f, 1.0f};
-constexpr float COARSE[] = {9.57010188e-3f, 5.59178618e-2f, 2.40247448e-1f, 6.93121815e-1f, 9.99999261e-1f};
+    2.161291522e-04f, 1.246784638e-03f, 9.675451574e-03f, 5.548528062e-02f, 2.402293056e-01f, 6.931470444e-01f, 1.0f};
+constexpr float COARSE[] = {1.342668450e-02f, 5.224247385e-02f, 2.412802049e-01f, 6.930448449e-01f, 1.0f};
 
 // 2 to the power of `x`, at most 0; 0 where that is no normal number.
 INLINED Singles power_of_two(Singles x) {
-    const Singles least = larger(all(LEAST_POWER), x);  // in this order it keeps a nan
-    const Singles power = whole(least), rest = least - power;
+    const Singles rest = fraction(x);
     const auto evaluate = [&](const auto& coefficients) {
         Singles sum = all(coefficients[0]);
         for (size_t each = 1; each < std::size(coefficients); each++) sum = fused(sum, rest, all(coefficients[each]));
         return sum;
     };
-    if constexpr (IN_WORD == 1) return scaled(evaluate(FINE), power, x);
-    else return scaled(evaluate(COARSE), power, x);
+    if constexpr (IN_WORD == 1) return scaled(evaluate(FINE), x);
+    else return scaled(evaluate(COARSE), x);
 }
 
 }  // namespace

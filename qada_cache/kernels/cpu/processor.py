@@ -23,7 +23,7 @@ X86 = Kind(
     frozenset({"avx2", "fma"}),
     {
         "avx512f": "-mno-avx512f", "avx512bw": "-mno-avx512bw", "avx512_vnni": "-mno-avx512vnni",
-        "avx512_bf16": "-U__AVX512BF16__", "avx_vnni": "-U__AVXVNNI__",
+        "avx512_bf16": "-U__AVX512BF16__", "amx_tile": "-U__AMX_TILE__", "amx_bf16": "-U__AMX_BF16__", "amx_int8": "-U__AMX_INT8__","avx_vnni": "-U__AVXVNNI__",
     },
 )  # fmt: skip
 ARM = Kind(
@@ -32,6 +32,8 @@ ARM = Kind(
 )
 BEYOND_AVX2 = "avx512", "avx_", "amx"
 CPUINFO = Path("/proc/cpuinfo")
+# Linux gives a process tiles when it asks for them: the system call, and its arguments.
+ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18
 # macOS's names for what is asked of an Arm processor.
 OF_MACOS = {"asimd": "arm64", "asimddp": "arm.FEAT_DotProd", "bf16": "arm.FEAT_BF16"}
 
@@ -43,7 +45,18 @@ def read_instructions() -> frozenset[str]:
         return frozenset(_ask_macos())
     lines = (line for line in _read_lines() if line.startswith(("flags", "Features")))
     found = next((frozenset(line.split()) for line in lines), frozenset())
-    return frozenset(name for name in found if not name.startswith(BEYOND_AVX2)) if is_limited() else found
+    if is_limited():
+        return _without(BEYOND_AVX2, found)
+    return found if "amx_tile" not in found or _get_tiles() else _without(("amx",), found)
+
+
+def _without(beginnings: tuple[str, ...], names: frozenset[str]) -> frozenset[str]:
+    return frozenset(name for name in names if not name.startswith(beginnings))
+
+
+def _get_tiles() -> bool:
+    """Whether Linux lets this process use tiles of AMX, from now on."""
+    return platform.machine() == "x86_64" and ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST, TILES) == 0
 
 
 def is_limited() -> bool:

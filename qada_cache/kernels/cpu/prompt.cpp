@@ -5,7 +5,8 @@
 
 namespace {
 
-constexpr int BLOCK = 16 * STRIP;  // queries of a job
+constexpr int BLOCK = 96;  // queries of a job
+static_assert(BLOCK % STRIP == 0);
 
 struct Strides {
     int64_t batch, head, token;  // in elements; those of a token lie one after the other
@@ -53,7 +54,7 @@ void attend(const Call& call, int64_t batch, int64_t kv_head, int64_t start, con
             const int64_t last = std::min(first + STRIP, stop) - 1, most = seen(last) - tile;
             if (most <= 0) continue;
             const int columns = std::min<int64_t>(TILE, (most + CHUNK - 1) / CHUNK * CHUNK);
-            uint32_t query[STRIP][WORDS];
+            uint32_t query[STRIP][WORDS] = {};
             for (int q = 0; q < STRIP; q++)  // the last one again, where there are fewer
                 pack_query(call.query + batch * call.query_strides.batch + head * call.query_strides.head +
                                std::min(first + q, last) * call.query_strides.token,
@@ -79,10 +80,15 @@ void attend(const Call& call) {
         const Number* value = call.value + batch * call.value_strides.batch + head * call.value_strides.head;
         pack(key, call.key_strides.token, value, call.value_strides.token, call.tokens, chunks, call.threads,
              keys.get(), values.get());
-        // The last ones first: they see most.
-#pragma omp parallel for num_threads(call.threads) schedule(dynamic)
-        for (int64_t block = blocks - 1; block >= 0; block--)
-            attend(call, batch, head, block * BLOCK, keys.get(), values.get(), &room[omp_get_thread_num() * strips]);
+#pragma omp parallel num_threads(call.threads)
+        {
+            const Tiles tiles;
+            // The last ones first: they see most.
+#pragma omp for schedule(dynamic)
+            for (int64_t block = blocks - 1; block >= 0; block--)
+                attend(call, batch, head, block * BLOCK, keys.get(), values.get(),
+                       &room[omp_get_thread_num() * strips]);
+        }
     }
 }
 

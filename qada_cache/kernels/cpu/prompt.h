@@ -3,7 +3,7 @@
 // for NUMBER.
 //
 // A strip of queries meets a tile of keys at a time: its scores, their weights and its sums stay in the first caches
-// and in registers. Keys and values are packed first, once for a head, so that one load has what a vector of sums
+// and in registers, or in the processor's own tiles (tiles.h). Keys and values are packed first, once for a head, so that one load has what a vector of sums
 // needs:
 //
 //   keys     [chunk][WORDS][CHUNK]                 neighbouring dimensions, of CHUNK keys
@@ -18,15 +18,18 @@
 #include <memory>
 
 #include "operations.h"
+#include "tiles.h"
 
 extern "C" int omp_get_thread_num() noexcept;  // no header of OpenMP's comes with Xcode's compiler
 
 namespace {
 
-constexpr int STRIP = 6;  // queries whose sums stay in registers
+constexpr int ROWS = TILED ? 4 : 6;  // whose sums stay in registers
+constexpr int STRIP = TILED ? 2 * SIDE : ROWS;  // queries
 constexpr int CHUNK = VECTORS * LANES;  // keys whose scores a strip sums at once
 constexpr int TILE = 256;  // keys between two looks at a strip's sums of values
-constexpr int WORDS = DIM / IN_WORD;  // of a query or a key
+constexpr int round_to_tiles(int words) { return TILED ? (words + SIDE - 1) / SIDE * SIDE : words; }
+constexpr int WORDS = round_to_tiles(DIM / IN_WORD);  // of a query or a key, zeros behind
 static_assert(DIM % IN_WORD == 0 && VALUE_DIM % LANES == 0 && TILE % CHUNK == 0);
 constexpr int SUMMED = 64;  // of these, at once
 // Vectors summed at once, a divisor of a row's.
@@ -89,16 +92,16 @@ inline void pack(const Number* key, int64_t key_stride, const Number* value, int
     }
 }
 
-// Sums of products of so many words of a strip's rows, `stride` words apart, and of SLAB vectors of a matrix's, `width`
-// words apart. PACKED: words are as `added` has them, else floats.
+// Sums of products of so many words of ROWS rows, `stride` words apart, and of SLAB vectors of a matrix's, `width` words
+// apart. PACKED: words are as `added` has them, else floats.
 template <int SLAB, bool PACKED = true>
 INLINED void multiply(const void* rows, int stride, const void* matrix, int width, int words, Singles (*sums)[SLAB]) {
-    UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] = Singles{};
+    UNROLLED for (int q = 0; q < ROWS; q++) UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] = Singles{};
     for (int word = 0; word < words; word++) {
         Words column[SLAB];
         UNROLLED for (int c = 0; c < SLAB; c++) column[c] =
             loaded<Words>((const uint32_t*)matrix + word * width + c * LANES);
-        UNROLLED for (int q = 0; q < STRIP; q++) {
+        UNROLLED for (int q = 0; q < ROWS; q++) {
             const Words row = Words{} + loaded<uint32_t>((const uint32_t*)rows + q * stride + word);
             UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] =
                 PACKED ? added(sums[q][c], column[c], row) : fused((Singles)column[c], (Singles)row, sums[q][c]);
@@ -108,14 +111,18 @@ INLINED void multiply(const void* rows, int stride, const void* matrix, int widt
 
 // Scores of a strip and a chunk of keys, `[STRIP][TILE]` floats; sums of fewer products round less.
 INLINED void score(const uint32_t (*query)[WORDS], const uint32_t* keys, float (*scores)[TILE]) {
-    for (int first = 0; first < WORDS; first += SUMMED) {
-        Singles sums[STRIP][VECTORS];
-        multiply(query[0] + first, WORDS, keys + first * CHUNK, CHUNK, std::min(SUMMED, WORDS - first), sums);
-        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < VECTORS; c++) {
-            float* to = scores[q] + c * LANES;
-            store(to, first ? loaded<Singles>(to) + sums[q][c] : sums[q][c]);
+    if constexpr (TILED) {
+        for (int column = 0; column < CHUNK; column += 2 * SIDE)
+            multiply_by_tiles<false, 2>(query, WORDS, keys + column, CHUNK, WORDS, nullptr, 0, scores[0] + column, TILE);
+    } else
+        for (int first = 0; first < WORDS; first += SUMMED) {
+            Singles sums[ROWS][VECTORS];
+            multiply(query[0] + first, WORDS, keys + first * CHUNK, CHUNK, std::min(SUMMED, WORDS - first), sums);
+            UNROLLED for (int q = 0; q < ROWS; q++) UNROLLED for (int c = 0; c < VECTORS; c++) {
+                float* to = scores[q] + c * LANES;
+                store(to, first ? loaded<Singles>(to) + sums[q][c] : sums[q][c]);
+            }
         }
-    }
 }
 
 // What is known of a strip's queries after some tiles: sums of weighted values, of weights, and the largest score, in
@@ -147,16 +154,29 @@ INLINED float weigh(Strip& strip, int q, float* scores, int columns, int64_t vis
     return kept;
 }
 
-// Adds a tile's weighted values to a strip's sums, which are multiplied by `kept` first. The tile's are summed by
-// themselves.
+// Adds a tile's weighted values to a strip's sums, which are multiplied by `kept` first. In registers the tile's are
+// summed by themselves.
 INLINED void add(Strip& strip, const float* kept, const Packed (*weights)[TILE], const uint32_t* values, int columns) {
-    constexpr int SLAB = find_slab(VALUE_DIM / LANES);
-    for (int first = 0; first < VALUE_DIM; first += SLAB * LANES) {
-        Singles sums[STRIP][SLAB];
-        multiply(weights, TILE / IN_WORD, values + first, VALUE_DIM, columns / IN_WORD, sums);
-        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++) {
-            float* sum = strip.sums[q] + first + c * LANES;
-            store(sum, fused(all(kept[q]), loaded<Singles>(sum), sums[q][c]));
+    const auto multiply_sums = [&](auto width, int first) {
+        multiply_by_tiles<false, width>(weights, TILE / IN_WORD, values + first, VALUE_DIM, columns / IN_WORD,
+                                        strip.sums[0] + first, VALUE_DIM, strip.sums[0] + first, VALUE_DIM);
+    };
+    if constexpr (TILED) {
+        for (int q = 0; q < STRIP; q++)
+            for (int d = 0; d < VALUE_DIM && kept[q] != 1; d += LANES)
+                store(strip.sums[q] + d, kept[q] * loaded<Singles>(strip.sums[q] + d));
+        for (int first = 0; first + SIDE < VALUE_DIM; first += 2 * SIDE)
+            multiply_sums(std::integral_constant<int, 2>(), first);
+        if (VALUE_DIM % (2 * SIDE)) multiply_sums(std::integral_constant<int, 1>(), VALUE_DIM - SIDE);
+    } else {
+        constexpr int SLAB = find_slab(VALUE_DIM / LANES);
+        for (int first = 0; first < VALUE_DIM; first += SLAB * LANES) {
+            Singles sums[ROWS][SLAB];
+            multiply(weights, TILE / IN_WORD, values + first, VALUE_DIM, columns / IN_WORD, sums);
+            UNROLLED for (int q = 0; q < ROWS; q++) UNROLLED for (int c = 0; c < SLAB; c++) {
+                float* sum = strip.sums[q] + first + c * LANES;
+                store(sum, fused(all(kept[q]), loaded<Singles>(sum), sums[q][c]));
+            }
         }
     }
 }

@@ -11,14 +11,16 @@
 
 namespace {
 
-// `selected_prompt.py` defines SEGMENT, BLOCK, and ROTATED, the channels that are rotated together.
-static_assert(SEGMENT % CHUNK == 0 && BLOCK % STRIP == 0);
+// `selected_prompt.py` defines SEGMENT and ROTATED, the channels that are rotated together.
+static_assert(SEGMENT % CHUNK == 0 && SEGMENT % (2 * SIDE) == 0);
+constexpr int BLOCK = 66 / STRIP * STRIP;  // queries that read together
 using Code = std::conditional_t<QUERY_SIGNED, int8_t, uint8_t>;  // of a query
 constexpr int ZERO = QUERY_SIGNED ? 0 : LEVELS;
 constexpr int STRIPS = BLOCK / STRIP;
-constexpr int CODE_WORDS = DIM / 4;
-constexpr int AT_ONCE = TOGETHER == 1 ? VECTORS : 1;  // vectors of keys whose scores are estimated, as registers hold
+constexpr int CODE_WORDS = round_to_tiles(DIM / 4);  // zeros behind
 constexpr int PARTS = SEGMENT / LANES;  // vectors of a segment's keys
+// Those whose scores are estimated at once: as registers hold, or all.
+constexpr int AT_ONCE = TILED ? PARTS : TOGETHER == 1 ? VECTORS : 1;
 constexpr int WIDTH = (DIM + VALUE_DIM + 15) / 16 * 16;  // of covariances: zeros behind
 constexpr float FLAT = 1e-6;  // a variance of scores below is rounding, and values follow nothing
 constexpr float MOST = 100;  // a key of a score beyond is always read
@@ -92,10 +94,12 @@ void regress(Block& block, int strip, const float (*states)[DIM], const float* m
     constexpr int SLAB = find_slab(WIDTH / LANES);
     alignas(64) float along[STRIP][WIDTH];
     for (int first = 0; first < WIDTH; first += SLAB * LANES) {
-        Singles sums[STRIP][SLAB];
-        multiply<SLAB, false>(states, DIM, covariances + first, WIDTH, DIM, sums);
-        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++)
-            store(along[q] + first + c * LANES, sums[q][c]);
+        for (int row = 0; row < STRIP; row += ROWS) {
+            Singles sums[ROWS][SLAB];
+            multiply<SLAB, false>(states[row], DIM, covariances + first, WIDTH, DIM, sums);
+            UNROLLED for (int q = 0; q < ROWS; q++) UNROLLED for (int c = 0; c < SLAB; c++)
+                store(along[row + q] + first + c * LANES, sums[q][c]);
+        }
     }
     for (int q = 0; q < STRIP; q++) {
         float variance = 0, score = 0;
@@ -119,7 +123,7 @@ INLINED void add_codes(Singles (*sums)[AT_ONCE], const uint32_t (*queries)[CODE_
     Words columns[AT_ONCE][COUNT];
     UNROLLED for (int c = 0; c < AT_ONCE; c++) UNROLLED for (int word = 0; word < COUNT; word++) columns[c][word] =
         loaded<Words>(codes + word * SEGMENT + c * LANES);
-    UNROLLED for (int q = 0; q < STRIP; q++) {
+    UNROLLED for (int q = 0; q < ROWS; q++) {
         Words row[COUNT];
         UNROLLED for (int word = 0; word < COUNT; word++) row[word] = Words{} + queries[q][word];
         UNROLLED for (int c = 0; c < AT_ONCE; c++) sums[q][c] = added_codes<COUNT>(sums[q][c], row, columns[c]);
@@ -130,24 +134,38 @@ INLINED void add_codes(Singles (*sums)[AT_ONCE], const uint32_t (*queries)[CODE_
 // reach the cut, to `asked`.
 INLINED void estimate(Block& block, int strip, const Call& call, int64_t segment, int first, Marks* asked) {
     const uint32_t* codes = call.codes + segment * CODE_WORDS * SEGMENT + first;
-    Singles sums[STRIP][AT_ONCE];  // integers
-    UNROLLED for (int c = 0; c < AT_ONCE; c++) {
-        const Singles correction = loaded<Singles>(call.corrections + segment * SEGMENT + first + c * LANES);
-        UNROLLED for (int q = 0; q < STRIP; q++) sums[q][c] = correction;
-    }
-    constexpr int REST = CODE_WORDS % TOGETHER, WHOLE = CODE_WORDS - REST;
-    const uint32_t* query = block.query_codes[strip * STRIP];
-    const auto from = [&](int word) { return (const uint32_t (*)[CODE_WORDS])(query + word); };
-    for (int word = 0; word < WHOLE; word += TOGETHER) add_codes<TOGETHER>(sums, from(word), codes + word * SEGMENT);
-    if constexpr (REST > 0) add_codes<REST>(sums, from(WHOLE), codes + WHOLE * SEGMENT);
-    UNROLLED for (int c = 0; c < AT_ONCE; c++) {
-        const Singles step = loaded<Singles>(call.steps + segment * SEGMENT + first + c * LANES);
-        UNROLLED for (int q = 0; q < STRIP; q++) {
-            const int query = strip * STRIP + q;
-            const Singles score = fused(to_singles((Integers)sums[q][c]) * step, all(block.query_steps[query]),
-                                        all(block.centred[query][segment % CHUNK]));
-            asked[c] |= at_least(score, all(block.cut[query]));
-            store(block.scores[query] + first + c * LANES, score);
+    const int32_t* corrections = call.corrections + segment * SEGMENT + first;
+    const uint32_t(*queries)[CODE_WORDS] = block.query_codes + strip * STRIP;
+    float(*scores)[SEGMENT] = block.scores + strip * STRIP;
+    const auto take = [&](int q, int c, Integers sum, Singles step) {
+        const int query = strip * STRIP + q;
+        const Singles score = fused(to_singles(sum) * step, all(block.query_steps[query]),
+                                    all(block.centred[query][segment % CHUNK]));
+        asked[c] |= at_least(score, all(block.cut[query]));
+        store(scores[q] + first + c * LANES, score);
+    };
+    const float* steps = call.steps + segment * SEGMENT + first;
+    if constexpr (TILED) {
+        for (int key = 0; key < SEGMENT; key += 2 * SIDE)
+            multiply_by_tiles<true, 2>(queries, CODE_WORDS, codes + key, SEGMENT, CODE_WORDS, corrections + key, 0,
+                                       scores[0] + key, SEGMENT);
+        for (int c = 0; c < PARTS; c++)
+            for (int q = 0; q < STRIP; q++)
+                take(q, c, loaded<Integers>(scores[q] + c * LANES), loaded<Singles>(steps + c * LANES));
+    } else {
+        Singles sums[ROWS][AT_ONCE];  // integers
+        UNROLLED for (int c = 0; c < AT_ONCE; c++) {
+            const Singles correction = loaded<Singles>(corrections + c * LANES);
+            UNROLLED for (int q = 0; q < ROWS; q++) sums[q][c] = correction;
+        }
+        constexpr int REST = CODE_WORDS % TOGETHER, WHOLE = CODE_WORDS - REST;
+        const auto from = [&](int word) { return (const uint32_t (*)[CODE_WORDS])(queries[0] + word); };
+        for (int word = 0; word < WHOLE; word += TOGETHER)
+            add_codes<TOGETHER>(sums, from(word), codes + word * SEGMENT);
+        if constexpr (REST > 0) add_codes<REST>(sums, from(WHOLE), codes + WHOLE * SEGMENT);
+        UNROLLED for (int c = 0; c < AT_ONCE; c++) {
+            const Singles step = loaded<Singles>(steps + c * LANES);
+            UNROLLED for (int q = 0; q < ROWS; q++) take(q, c, (Integers)sums[q][c], step);
         }
     }
 }
@@ -276,10 +294,14 @@ void attend(const Call& call) {
     for (Block& block : room) block.chosen.reserve(call.tokens);  // nothing may be thrown in a thread
     pack(call.key, call.key_token, call.value, call.value_token, call.tokens, chunks, call.threads, keys.get(),
          values.get());
-    // The last ones first: they see most.
-#pragma omp parallel for num_threads(call.threads) schedule(dynamic)
-    for (int64_t each = blocks * call.group - 1; each >= 0; each--)
-        attend(room[omp_get_thread_num()], call, each % call.group, each / call.group, keys.get(), values.get());
+#pragma omp parallel num_threads(call.threads)
+    {
+        const Tiles tiles;
+        // The last ones first: they see most.
+#pragma omp for schedule(dynamic)
+        for (int64_t each = blocks * call.group - 1; each >= 0; each--)
+            attend(room[omp_get_thread_num()], call, each % call.group, each / call.group, keys.get(), values.get());
+    }
 }
 
 }  // namespace
@@ -287,9 +309,11 @@ void attend(const Call& call) {
 // As in prompt.cpp.
 extern "C" int64_t call_size() { return sizeof(Call); }
 
-// How codes are to be given.
+// How codes are to be given, and how many queries read together.
+extern "C" int block_queries() { return BLOCK; }
 extern "C" int code_levels() { return LEVELS; }
 extern "C" int code_zero() { return ZERO; }
+extern "C" int code_rows() { return CODE_WORDS; }
 extern "C" int code_words() { return QUERY_SIGNED ? 1 : TOGETHER; }  // whose products are to have a sum of 16 bits
 
 extern "C" int prompt_attention(const Call* call) try {
