@@ -46,9 +46,10 @@ def selected_prompt(
 ) -> tuple[Tensor, list[float]]:
     """One query head `[tokens, dim]` over its keys and values, and the share of far pairs that each block reads.
 
-    Queries of a block, `together`, see sinks and windows, both rounded up to whole segments, exactly. Of the others, from the newest
-    on, a key is read that any query gives theta times an even share of what it has met: sinks, windows, and whole tiles
-    of 256 keys before the key's own. Queries with fewer than `least` far keys and the last `window` ones read all.
+    `together` queries, a block, see sinks and windows, both rounded up to whole segments, exactly. Of the others, from
+    the newest on, a key is read that any query gives theta times an even share of what it has met: sinks, windows, and
+    whole tiles of 256 keys before the key's own. Queries with fewer than `least` far keys and the last `window` ones
+    read all.
     """
     tokens, turn = len(query), hadamard(query.shape[1])
     dtype, (query, key, value) = key.dtype, (each.double() for each in (query, key, value))

@@ -18,7 +18,7 @@ MIRRORS = {
     ("moments.h", "Moments"): compiled_decode.MomentViews,
     ("decide.h", "Decode"): compiled_decode.Decode,
     ("prompt.cpp", "Call"): prompt.Call,
-    ("selected_prompt.cpp", "Call"): selected_prompt.Call,
+    ("selecting.h", "Call"): selected_prompt.Call,
     ("quantize.cpp", "Quantizing"): quantizing.Quantizing,
     ("coding.h", "Coding"): recording.Coding,
     ("latent.cpp", "Call"): latent.Call,

@@ -46,6 +46,21 @@ def test_what_torch_is_limited_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "limited to avx2" in describe_machine()
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_tiles_are_asked_for(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system may keep them from a process that its processor has them for."""
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx2 fma avx512_bf16 amx_tile amx_bf16 amx_int8\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    asked: list[tuple[int, ...]] = []
+    library = SimpleNamespace(syscall=lambda *call: asked.append(call) or not given)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    found = processor.read_instructions()
+    assert ("amx_bf16" in found) == ("amx_tile" in found) == given
+    assert {"avx2", "avx512_bf16"} <= found
+    assert asked == [(158, 0x1023, 18)]
+
+
 def test_macos(monkeypatch: pytest.MonkeyPatch) -> None:
     """An M1 has no BF16."""
 

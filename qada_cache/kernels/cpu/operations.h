@@ -129,8 +129,8 @@ INLINED void store_bfloat16(void* to, Singles row) {
 #endif
 }
 
-// What gives 2 to the power of 0 to 1, with 1 at 0, with the least largest error: less than rounding, or 3e-6, as weights
-// are then rounded.
+// What gives 2 to the power of 0 to 1, exactly 1 for 0, with the least largest error: less than rounding, or 3e-6, as
+// weights are then rounded.
 constexpr float FINE[] = {
     2.161291522e-04f, 1.246784638e-03f, 9.675451574e-03f, 5.548528062e-02f, 2.402293056e-01f, 6.931470444e-01f, 1.0f};
 constexpr float COARSE[] = {1.342668450e-02f, 5.224247385e-02f, 2.412802049e-01f, 6.930448449e-01f, 1.0f};

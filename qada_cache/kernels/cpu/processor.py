@@ -22,8 +22,9 @@ class Kind(NamedTuple):
 X86 = Kind(
     frozenset({"avx2", "fma"}),
     {
-        "avx512f": "-mno-avx512f", "avx512bw": "-mno-avx512bw", "avx512_vnni": "-mno-avx512vnni",
-        "avx512_bf16": "-U__AVX512BF16__", "amx_tile": "-U__AMX_TILE__", "amx_bf16": "-U__AMX_BF16__", "amx_int8": "-U__AMX_INT8__","avx_vnni": "-U__AVXVNNI__",
+        "avx512f": "-mno-avx512f", "avx512bw": "-mno-avx512bw", "avx512dq": "-mno-avx512dq",
+        "avx512_vnni": "-mno-avx512vnni", "avx512_bf16": "-U__AVX512BF16__", "avx_vnni": "-U__AVXVNNI__",
+        "amx_tile": "-U__AMX_TILE__", "amx_bf16": "-U__AMX_BF16__", "amx_int8": "-U__AMX_INT8__",
     },
 )  # fmt: skip
 ARM = Kind(

@@ -3,8 +3,8 @@
 // for NUMBER.
 //
 // A strip of queries meets a tile of keys at a time: its scores, their weights and its sums stay in the first caches
-// and in registers, or in the processor's own tiles (tiles.h). Keys and values are packed first, once for a head, so that one load has what a vector of sums
-// needs:
+// and in registers, or in the processor's own tiles (tiles.h). Keys and values are packed first, once for a head, so
+// that one load has what a vector of sums needs:
 //
 //   keys     [chunk][WORDS][CHUNK]                 neighbouring dimensions, of CHUNK keys
 //   values   [chunk][CHUNK / IN_WORD][VALUE_DIM]   neighbouring tokens
@@ -92,8 +92,8 @@ inline void pack(const Number* key, int64_t key_stride, const Number* value, int
     }
 }
 
-// Sums of products of so many words of ROWS rows, `stride` words apart, and of SLAB vectors of a matrix's, `width` words
-// apart. PACKED: words are as `added` has them, else floats.
+// Sums of products of so many words of ROWS rows, `stride` words apart, and of SLAB vectors of a matrix's, `width`
+// words apart. PACKED: words are as `added` has them, else floats.
 template <int SLAB, bool PACKED = true>
 INLINED void multiply(const void* rows, int stride, const void* matrix, int width, int words, Singles (*sums)[SLAB]) {
     UNROLLED for (int q = 0; q < ROWS; q++) UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] = Singles{};
@@ -113,7 +113,8 @@ INLINED void multiply(const void* rows, int stride, const void* matrix, int widt
 INLINED void score(const uint32_t (*query)[WORDS], const uint32_t* keys, float (*scores)[TILE]) {
     if constexpr (TILED) {
         for (int column = 0; column < CHUNK; column += 2 * SIDE)
-            multiply_by_tiles<false, 2>(query, WORDS, keys + column, CHUNK, WORDS, nullptr, 0, scores[0] + column, TILE);
+            multiply_by_tiles<false, 2>(query, WORDS, keys + column, CHUNK, WORDS, nullptr, 0, scores[0] + column,
+                                        TILE);
     } else
         for (int first = 0; first < WORDS; first += SUMMED) {
             Singles sums[ROWS][VECTORS];

@@ -33,7 +33,7 @@ FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
 
 
 class Call(ctypes.Structure):
-    """`Call` of selected_prompt.cpp."""
+    """`Call` of selecting.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "centres", "codes", "corrections")),

@@ -53,7 +53,8 @@ INLINED void multiply_by_tiles(const void* rows, int64_t apart, const void* matr
     const auto at = [](const void* first, int64_t word) { return (uint32_t*)first + word; };
     if (from) {
         load_tile<0>(from, from_apart), load_tile<1>(at(from, SIDE * from_apart), from_apart);
-        if (BOTH) load_tile<2>(at(from, SIDE), from_apart), load_tile<3>(at(from, SIDE * from_apart + SIDE), from_apart);
+        if (BOTH)
+            load_tile<2>(at(from, SIDE), from_apart), load_tile<3>(at(from, SIDE * from_apart + SIDE), from_apart);
     } else {
         clear_tile<0>(), clear_tile<1>();
         if (BOTH) clear_tile<2>(), clear_tile<3>();
