@@ -190,6 +190,16 @@ tables/bfloat16/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 tables/alone/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).latency prompt --model $(QWEN) --tokens 16384 --prefill 12 --rounds 2 $(OUT)
 
+# On a processor with AMX.
+tables/amx/first_token-smollm2-cpu.csv:
+	$(EVAL).latency prompt --model smollm2 --tokens 4096 7000 --prefill 12 --rounds 3 $(OUT)
+
+tables/amx/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
+	$(EVAL).latency prompt --model $(QWEN) --tokens 4096 16384 32768 --prefill 12 --rounds 1 $(OUT)
+
+tables/amx/prompt_rate.csv:
+	$(EVAL).prompts rate --tokens 8192 16384 --dims 64 128 --rounds 2 $(OUT)
+
 # As on a processor that has no more than AVX2.
 $(filter tables/avx2/%,$(TARGETS)): export ATEN_CPU_CAPABILITY = avx2
 $(filter tables/avx2/%,$(TARGETS)): export ONEDNN_MAX_CPU_ISA = AVX2
@@ -219,6 +229,9 @@ tables/sampled/prompt_loss-smollm2.csv:
 
 tables/sampled/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --sampled --model $(QWEN) --dtype float32 --tokens 4096 --documents 1 --thresholds 12 18 25 $(OUT)
+
+tables/sampled/long/prompt_loss-qwen2.5-coder-0.5b.csv:
+	$(EVAL).prompts loss --sampled --model $(QWEN) --dtype float32 --tokens 16384 --documents 1 --thresholds 25 $(OUT)
 
 tables/long/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --model $(QWEN) --dtype bfloat16 --tokens 32768 --documents 1 --thresholds 12 $(OUT)

@@ -99,8 +99,8 @@ INLINED Singles to_singles(Integers x) { return __builtin_convertvector(x, Singl
 //   larger(a, b)              the larger ones; no number where `b` is none
 //   sum_of(a), largest(a)     of all lanes
 //   to_nearest(a)             as integers
-//   fraction(a)               what is above the next lower whole number, 0 where `a` is -inf
-//   scaled(a, n)              `a` times 2 to the power of that number of `n`; 0 where that is none
+//   fraction(a)               what `a` is above the next lower whole number; 0 of -inf
+//   scaled(a, n)              `a` times 2 to the power of the next lower whole number of `n`; 0 where that is too low
 //   not_negative(a)           integers, or 0
 //   narrowed(to, a)           stores bfloat16, of two as near the even one, where there are pairs
 //   added_codes<n>(sum, a, b)  `sum`, integers, and products of a query's and keys' codes, the bytes of `n` words each,
