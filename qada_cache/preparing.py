@@ -128,15 +128,16 @@ def _build_latent_kernels(device: torch.device, dtype: torch.dtype, shared: Shar
     """Likewise for layers of latents, whose prompts are expanded: attention over these, and that of two tokens."""
     config, sizes, kernels = shared.model.config, shared.model.latents, shared.options.kernels
     assert sizes is not None
+    heads = config.num_attention_heads // shared.model.shard.parts
     if kernels != "torch" and device.type == "cpu":
         of_prompt = config.qk_nope_head_dim + sizes.rope, config.v_head_dim, dtype
         if prompt.serves_sizes(*of_prompt):
             prompt.build(*of_prompt)
-        libraries = list_latent_libraries(shared.options, dtype, sizes, config.num_attention_heads)
+        libraries = list_latent_libraries(shared.options, dtype, sizes, heads)
         built = {library.source: library.build() for library in libraries}
         if built.get(latent.SOURCE):
             return
     latents = torch.zeros(1, 1, MIN_TOKENS, sizes.dim, dtype=dtype, device=device)
     for tokens in (1, 2):
-        states = latents.new_zeros(1, 1, config.num_attention_heads * tokens, sizes.dim)
+        states = latents.new_zeros(1, 1, heads * tokens, sizes.dim)
         attend_to_latents(states, latents, sizes.rank, scaling=1.0, kernels=kernels)

@@ -52,7 +52,8 @@ class CacheStats:
         local_share: float32 `[layers, query_heads]`, share of decisions that called the query head local; nan if none,
             and for heads that a layer has fewer of than another.
         kv_local_share: float32 `[layers, kv_heads]`, share with no long-context head in the KV head's group: its bulk
-            was not needed for that token.
+            was not needed for that token. Latents in several processes that split the query heads are a KV head in
+            each, whose bytes count, too.
         steps: query-adaptive forward passes.
         decisions: decisions taken per layer.
         tokens: logical length of the cache, padding included.
@@ -175,9 +176,9 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     def share(name: str) -> Tensor:
         found = [each[name].flatten().cpu().float() / each["decisions"] for each in counted if each[name] is not None]
         if not found:
-            return shard.gather(torch.full((len(askers), 1), math.nan, dtype=torch.float32, device="cpu"), 1)
+            return shard.gather_queries(torch.full((len(askers), 1), math.nan, dtype=torch.float32, device="cpu"), 1)
         most = max(map(len, found))
-        return shard.gather(torch.stack([pad(row, (0, most - len(row)), value=math.nan) for row in found]), 1)
+        return shard.gather_queries(torch.stack([pad(row, (0, most - len(row)), value=math.nan) for row in found]), 1)
 
     on_device, on_host = count_bytes(cache)
     moments = {layer.options.other_moments for layer in ours}
@@ -188,7 +189,11 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         "shared_bytes": sum(bulk.shared_bytes + bulk.lent_bytes for _, bulk in bulks),
         **{name: sum(int(each[name]) for each in counted) for name in _READ},
     }
-    summed = shard.gather(torch.tensor([list(held.values())], dtype=torch.int64, device="cpu"), 0).sum(dim=0).tolist()
+    summed = (
+        shard.gather_queries(torch.tensor([list(held.values())], dtype=torch.int64, device="cpu"), 0)
+        .sum(dim=0)
+        .tolist()
+    )
     return CacheStats(
         layers=tuple(asker.index for asker in askers),
         local_share=share("local_heads"),
@@ -208,7 +213,7 @@ def _audit(counted: list[dict[str, Any]], shard: HeadShard) -> AuditStats | None
         return None
     read_bytes = torch.tensor([sum(each["audited_bytes"] for each in counted)], dtype=torch.int64, device="cpu")
     whole = torch.cat([torch.stack(sums).sum(dim=0), read_bytes])
-    decisions, needed, found, called, unread, read = shard.gather(whole[None], 0).sum(dim=0).tolist()
+    decisions, needed, found, called, unread, read = shard.gather_queries(whole[None], 0).sum(dim=0).tolist()
     recall = found / needed if needed else math.nan
     excess = 1 - found / called if called else math.nan
     missed = unread / decisions if decisions else math.nan

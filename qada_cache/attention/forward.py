@@ -139,14 +139,15 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
     causal = kwargs.get("mask_function") is causal_mask_function
     plain = causal and kwargs.get("allow_is_causal_skip", False)
     fits = padding is None or padding.shape[1:] == (tokens,)
-    if tokens.forward_pass is not None:
-        shows_all = causal and fits and generation.is_in_pass() and (padding is None or bool(padding.all()))
-        tokens.forward_pass.shown = int(tokens) if shows_all else 0
     # For a single token others' masks are `[batch, 1, 1, tokens]` or None; flex attention compiles even that one.
     fewest = 1 if getattr(kwargs.get("config"), "_attn_implementation", None) == "flex_attention" else 2
-    if plain and fits and fewest <= kwargs.get("q_length", 1) < tokens:
-        return padding
-    return base(**kwargs | {"kv_length": int(tokens)})  # block masks keep it, and graphs know no such class
+    skips = plain and fits and fewest <= kwargs.get("q_length", 1) < tokens
+    # Block masks keep the number, and graphs know no such class.
+    made = padding if skips else base(**kwargs | {"kv_length": int(tokens)})
+    if tokens.forward_pass is not None:
+        shows_all = causal and fits and generation.is_in_pass() and (padding is None or bool(padding.all()))
+        tokens.forward_pass.note_mask(made, int(tokens) if shows_all else 0)
+    return made
 
 
 _find_latent_layer = outside_graphs(find_expanding_layer)

@@ -61,6 +61,20 @@ def is_in_pass() -> bool:
     return any(isinstance(frame.f_locals.get("self"), PreTrainedModel) for frame in frames)
 
 
+def is_at_work(part: "weakref.ref[Any] | None") -> bool:
+    """Whether the innermost forward function of a model that is at work, or one that it calls, was given or made this
+    object."""
+    if part is None or part() is None:
+        return False
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        told = frame.f_locals
+        if any(each is part() for each in told.values()):
+            return True
+        if frame.f_code.co_name == "forward" and isinstance(told.get("self"), PreTrainedModel):
+            return False
+    return False
+
+
 def check_repeated(held: int) -> None:
     """Whether the pass under way gives the whole text to a cache that holds `held` tokens of it. `generate` does at
     every step but the first, to any cache, if it is told not to use one: that is logged, once. It does at the first

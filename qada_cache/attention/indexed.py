@@ -41,7 +41,6 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
     def reset(self) -> None:
         """Drop all tokens and counters."""
         super().reset()
-        self.shared.forward_pass.shown = 0  # as an interrupted pass may have left it
         self.indexer_keys, self.is_indexer_initialized = None, False
         self.widths: tuple[int, int, int] | None = None  # heads, and channels of their keys and values
 
@@ -94,12 +93,18 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
     def note_hidden(self, queries: int) -> None:
         """Have the tokens of a call, which are stored, not count as `alike`, unless its mask is known to hide nothing:
         no other text is to begin with them."""
-        if self.shared.forward_pass.shown != self.seen and (store := self.store) is not None:
+        if not self._hides_none() and (store := self.store) is not None:
             before = self.seen - queries
             for counts in (store.exact, store.alike):
                 counts[:] = [min(count, before) for count in counts]
-        if self.index == self.shared.model.layers[-1]:
-            self.shared.forward_pass.shown = 0  # of the next pass nothing is known
+
+    def _hides_none(self) -> bool:
+        """Whether all queries of the pass under way are known to see all tokens up to their own."""
+        told = self.shared.forward_pass
+        if told.shown != self.seen:
+            return False
+        # A mask made for an interrupted pass says nothing of this one's, which may be the caller's own.
+        return pools_keys(self.shared.model.config) or generation.is_at_work(told.mask)
 
     @torch.compiler.disable
     def expand(self, own: Callable, module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +139,6 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         """As `QAdALayer`."""
         super().abandon(tokens)
         self._crop_indexer()
-        self.shared.forward_pass.shown = 0  # the next pass may have a mask of the caller's own
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `QAdALayer`."""

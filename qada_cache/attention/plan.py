@@ -54,7 +54,7 @@ class Plan:
             shape, device = (kv_heads, self.queries[1] // kv_heads), self.operands.near_keys.device
             long_context = torch.full(shape, criterion != "local", dtype=torch.bool, device="cpu")
             if isinstance(criterion, StaticHeads):
-                own_heads = layer.shared.model.shard.take_own(criterion.long_context[layer.index])
+                own_heads = layer.shared.model.shard.take_own_queries(criterion.long_context[layer.index])
                 config = layer.shared.model.config
                 if config is not None and config.is_heterogeneous:  # a row is as wide as for the layer with most heads
                     by_query_heads = len(own_heads) == read_sizes(config)[1]

@@ -65,21 +65,29 @@ class QueryEnergies:
         None if the queries of a layer that has `keys` were not seen, or are of other heads. Of latents `[layers, 2,
         dim]`: channels are values as well, so that an error `e` turns a score by `scaling q e`, and a value by its
         share of values. The second row has what both count, as energies."""
-        (most, widest), seen = _find_greatest(keys), 0
+        most, widest = _find_greatest(keys)
         energies = torch.zeros(layers, (1 + bool(self.values)) * most, widest, dtype=torch.float32, device="cpu")
-        for index in keys.keys() & self.sums.keys():
-            sums, (_, heads, _, dim) = self.sums[index], keys[index].shape
-            if not len(sums) % heads and sums.shape[1] == dim:
-                mean = (sums / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
-                _, partners = rotations.get(index, Rotation(dim)).by_dim
-                energies[index, :heads, :dim] = (mean + mean[:, partners]) / 2
-                if index in self.values:
-                    norms, scaling = self.values[index]
-                    spread = keys[index][..., : len(norms)].double().flatten(0, 2).var(dim=0, correction=0)
-                    energies[index, 1] = energies[index, 0]
-                    energies[index, 1, : len(norms)] += VALUE_WEIGHT * norms / (scaling**2 * (norms @ spread))
-                seen += 1
-        return shard.gather(energies, 1) if shard.holds_everywhere(seen == len(keys)) else None
+        seen = [index for index in keys.keys() & self.sums.keys() if self._fit(index, keys[index])]
+        if not shard.holds_everywhere(len(seen) == len(keys)):
+            return None
+        for index, kept in keys.items():  # in all processes in one order
+            _, heads, _, dim = kept.shape
+            mean = (self.sums[index] / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
+            mean = shard.average_queries(mean)
+            _, partners = rotations.get(index, Rotation(dim)).by_dim
+            energies[index, :heads, :dim] = (mean + mean[:, partners]) / 2
+            if index in self.values:
+                norms, scaling = self.values[index]
+                norms = shard.average_queries(norms)
+                spread = kept[..., : len(norms)].double().flatten(0, 2).var(dim=0, correction=0)
+                energies[index, 1] = energies[index, 0]
+                energies[index, 1, : len(norms)] += VALUE_WEIGHT * norms / (scaling**2 * (norms @ spread))
+        return shard.gather(energies, 1)
+
+    def _fit(self, layer: int, keys: Tensor) -> bool:
+        """Whether a layer's queries are of heads and channels of its keys."""
+        sums = self.sums[layer]
+        return not len(sums) % keys.shape[1] and sums.shape[1] == keys.shape[3]
 
 
 def collect(
@@ -216,7 +224,7 @@ def _find_longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:
 def _check_same(shard: HeadShard, kind: str, ids: Tensor) -> None:
     """Raise ValueError, in every process, if they would read different prompts: each has a tokenizer of its own."""
     digest = hashlib.sha256(f"{kind} {ids.tolist()}".encode()).digest()
-    read = shard.gather(torch.tensor([list(digest)], dtype=torch.int64, device="cpu"), 0)
+    read = shard.gather_all(torch.tensor([list(digest)], dtype=torch.int64, device="cpu"), 0)
     if not read.eq(read[0]).all():
         raise ValueError(
             "the processes that share this model would read different prompts: give each the same prompt, tokenizer, "

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
+from .plain import find_origin
+
+EXPANDING = "kv_b_proj"  # the projection that makes heads' keys and values of a latent
 INDEXED = "indexed_attention"  # type of a layer with an indexer, its own or an earlier layer's
+_TENSOR_PARALLELISM = "transformers.distributed.tensor_parallel"  # which puts a function before a module's `forward`
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 _asking: list[Any] = []  # classes whose `expand_kv` asks
 
@@ -124,23 +128,31 @@ def has_latents(module: Any) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the weight of `kv_b_proj` is all that expands latents: no adapter, quantized weight, part of one, or hook
-    has a say."""
-    found: Any = getattr(module, "kv_b_proj", None)
-    if type(found) is not nn.Linear or "forward" in vars(found) or found._forward_hooks or found._forward_pre_hooks:
+    """Whether the weight of `kv_b_proj`, or the rows of it that this process has, is all that expands latents: no
+    adapter, quantized weight, or hook has a say."""
+    found: Any = getattr(module, EXPANDING, None)
+    if type(found) is not nn.Linear or found._forward_hooks or found._forward_pre_hooks:
         return False
-    parameters = [parameter for parameter in (found.weight, found.bias) if parameter is not None]
-    return all(type(each) is nn.Parameter and each.dtype in _FLOATING and not each.is_meta for each in parameters)
+    if (forward := vars(found).get("forward")) is not None and find_origin(forward) != _TENSOR_PARALLELISM:
+        return False
+    parts = [_read_own(parameter) for parameter in (found.weight, found.bias) if parameter is not None]
+    return all(type(each) in (nn.Parameter, Tensor) and each.dtype in _FLOATING and not each.is_meta for each in parts)
 
 
 def read_projections(module: nn.Module, sizes: LatentSizes, heads: int, nope: int) -> Projections:
-    """Those of a module that `is_plain`: views of its weight, whose rows are those of each head in turn."""
+    """Those of a module that `is_plain`, for the heads that this process has: views of its weight, whose rows are those
+    of each head in turn."""
     projection: Any = module.kv_b_proj
-    weight, bias = projection.weight.detach().view(heads, -1, sizes.rank), projection.bias
+    weight, bias = _read_own(projection.weight).detach().view(heads, -1, sizes.rank), projection.bias
     if bias is None:
         return Projections(weight[:, :nope], weight[:, nope:])
-    bias = bias.detach().view(heads, -1)
+    bias = _read_own(bias).detach().view(heads, -1)
     return Projections(weight[:, :nope], weight[:, nope:], bias[:, :nope], bias[:, nope:])
+
+
+def _read_own(parameter: Any) -> Tensor:
+    """This process's part of a parameter."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def ask_projections(module: nn.Module, sizes: LatentSizes, nope: int, like: Tensor) -> Projections:

@@ -111,7 +111,7 @@ class _Copier:
         if not _lays_out(function):
             weights = [*module._parameters.values(), *module._buffers.values()]
             packed = any(weight is not None and not weight.is_floating_point() for weight in weights)
-            origin = _find_origin(function)
+            origin = find_origin(function)
             beside = origin in {kind.__module__ for kind in type(module).__mro__} and not _is_library(origin)
             if not (packed or beside):
                 return None
@@ -156,7 +156,7 @@ class _Copier:
             return function
         if _lays_out(function):  # around a function of somebody's?
             around = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _FUNCTIONS)]
-            self.left += [each for each in map(_find_origin, around) if not _is_library(each)]
+            self.left += [each for each in map(find_origin, around) if not _is_library(each)]
         closure = tuple(
             CellType(copies[id(cell)]) if id(cell) in copies else cell for cell in function.__closure__ or ()
         )
@@ -173,11 +173,11 @@ def _find_module(kind: type) -> str:
 def _lays_out(function: Any) -> bool:
     """Whether a hook or function comes from code that lays weights out. Where it was written says so, not what
     `functools.wraps` made it say, which wrappers of users take over from what they wrap."""
-    name = _find_origin(function)
+    name = find_origin(function)
     return not isinstance(function, nn.Module) and any(name == each or name.startswith(f"{each}.") for each in _LAYOUT)
 
 
-def _find_origin(function: Any) -> str:
+def find_origin(function: Any) -> str:
     """The name of the module whose code it is."""
     while isinstance(function, (MethodType, partial)):
         function = function.__func__ if isinstance(function, MethodType) else function.func

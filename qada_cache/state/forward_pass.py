@@ -1,5 +1,6 @@
 """What the queries of a pass see of each row: found by its first layer for all."""
 
+import weakref
 from itertools import accumulate, chain, compress
 from operator import mul
 from typing import Any, NamedTuple
@@ -101,13 +102,19 @@ class ForwardPass:
         # Of a step that a graph is captured of (`decode_graph/`), whose new tokens are all real: they are written to.
         self.given: Rows | None = None
         self.lead: Lead | None = None  # of this pass, which layers behind the first one may follow
-        # Tokens of the mask that was made last, if it hides none of them, which what an indexer picks does not say.
+        # Of the mask that a model made last, weakly: that of its pass, as long as this is at work.
+        self.mask: weakref.ref[Tensor] | None = None
+        # The tokens that it is of, if it hides none of them, which what an indexer picks does not say.
         self.shown = 0
         self._rows: tuple[Any, Rows] | None = None
         self._read: Any = WeakTensorKeyDictionary()  # what `read_padding` found for a mask, as long as that is there
 
     def __deepcopy__(self, memo: dict) -> "ForwardPass":
         return ForwardPass(self.sinks, self.window)  # a copy is in no pass
+
+    def note_mask(self, mask: Any, shown: int) -> None:
+        """Of the mask that was made, whether it hides none of so many tokens; 0, if it may hide some."""
+        self.mask, self.shown = (weakref.ref(mask), shown) if isinstance(mask, Tensor) else (None, 0)
 
     def read_padding(
         self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int, first: bool

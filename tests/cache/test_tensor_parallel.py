@@ -97,6 +97,6 @@ def test_refused(ranks: list[dict[str, Any]]) -> None:
         assert "over 2, where 1 KV heads and 4 query heads have no 2 equal parts)" in rank["one_kv_head"]
         assert 'distributed_config=DistributedConfig(tp_plan="auto")' in rank["one_kv_head"]
         for name in ("save", "load"):
-            assert "each of 2 processes has some heads of this cache" in rank[name]
+            assert "each of 2 processes has a part of this cache's model" in rank[name]
         assert "its parameters are DTensors" in rank["config"]
         assert "built as QAdACache(model)" in rank["config"]

@@ -1,5 +1,5 @@
-"""Models split over processes, but not by KV heads, are refused when the cache is built: ranks would wait, or heads be
-mixed up. Those that are split by KV heads are in tests/cache/test_tensor_parallel.py.
+"""Models split over processes, but not by heads, are refused when the cache is built: ranks would wait, or heads be
+mixed up. Those that are split by heads are in tests/cache/test_tensor_parallel.py and test_latent_parallel.py.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def refused(model: PreTrainedModel, found: str) -> None:
         ),  # the plan is not kept
         ("olmo2", {}, 2, r"every process has all heads of model.layers.0.self_attn.q_proj, or .*"),  # they are gathered
         ("phi3", {}, 2, r"layers 0, 1 make keys by no projection of their own"),
+        ("deepseek_v2", {}, 2, r"every process has all weights"),
         ("llama", {}, 4, r"2 KV heads and 4 query heads have no 4 equal parts"),
         ("llama", {"num_attention_heads": 6, "hidden_size": 48}, 4, r"2 KV heads and 6 query heads have no 4 .*"),
     ],

@@ -142,24 +142,26 @@ def test_tokens_that_a_mask_hides_are_not_kept(store: PrefixStore, model: PreTra
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["made by the caller", "made for a refused call", "made for an interrupted pass"])
+@pytest.mark.parametrize("how", ["by the caller", "for a refused call", "for an interrupted pass", "before layers"])
 def test_a_mask_that_was_made_before_says_nothing_of_one_that_is_given(
     store: PrefixStore, model: PreTrainedModel, how: str
 ) -> None:
     """Though it is for as many tokens, and hid none of them."""
     ids, cache = prompt(60)[0], QAdACache(model, **OPTIONS)
-    if how == "made by the caller":
+    if how == "by the caller":
         told: dict[str, Any] = {"attention_mask": None, "position_ids": None, **pass_cache(cache)}
         create_causal_mask(model.config, model.get_input_embeddings()(ids), allow_is_causal_skip=False, **told)
-    elif how == "made for a refused call":
+    elif how == "for a refused call":
         with pytest.raises(NotImplementedError, match="cannot return attention weights"):
             model(ids, output_attentions=True, **pass_cache(cache))
     else:
-        stop = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        reached = how == "for an interrupted pass"
+        stop = model.model.layers[reached].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(ids, **pass_cache(cache))
         stop.remove()
-        cache.reset()
+        if reached:
+            cache.reset()
     hiding = torch.zeros(1, 1, 60, 60).masked_fill(torch.ones(60, 60).triu(1).bool(), -torch.inf)
     hiding[..., 50:, 45:50] = -torch.inf
     model(ids, attention_mask=hiding, **pass_cache(cache))
