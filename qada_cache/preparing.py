@@ -53,8 +53,8 @@ def prepare(
         **options: of these caches, as for `QAdACache`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
-        RuntimeError: `kernels="triton"`, and this model's decode steps on the CPU cannot go by Triton.
+        TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`. NotImplementedError also, if
+            `kernels="triton"`, and this model's decode steps on the CPU cannot go by Triton.
     """
     model = unwrap_model(model)
     # Wrong options are refused before anything is read.
@@ -97,7 +97,7 @@ def _build_kernels(
 ) -> None:
     """Compute turns and single tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch
     of it. So kernels are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the
-    bulk is read by `partial_attention`. A RuntimeError as by `choice.choose_kernel`."""
+    bulk is read by `partial_attention`. A NotImplementedError as by `choice.choose_kernel`."""
     options, made = shared.options, torch.Generator(device).manual_seed(0)
 
     def draw(heads: int, tokens: int, size: int) -> torch.Tensor:

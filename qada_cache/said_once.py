@@ -3,8 +3,10 @@
 import functools
 import logging
 
+MESSAGES = 512  # that are remembered, the last ones met: messages name files and models, so there is no end of them
 
-@functools.cache
+
+@functools.lru_cache(MESSAGES)
 def warn_once(logger: logging.Logger, message: str) -> None:
     """Warn by `logger`, unless it has said the same before."""
     logger.warning(message)

@@ -112,10 +112,10 @@ class WatchedCache(NoTensors, DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen. Other layers than
-        ours go back to a snapshot, if one was kept there."""
-        tokens, kept = check_crop(tokens_to_remove), self._shared.snapshots
-        there = None if kept is None or not tokens else kept.find(self._count_tokens() + tokens)
-        others = (lambda layer, _: layer.crop(tokens)) if there is None else there.restore
+        ours go back to a snapshot, if one was kept there; empty ones refuse any crop, and are left as they are."""
+        tokens, kept, held = check_crop(tokens_to_remove), self._shared.snapshots, self._count_tokens()
+        there = None if kept is None or not tokens else kept.find(held + tokens)
+        others = (lambda layer, _: layer.crop(tokens) if held else None) if there is None else there.restore
         self._change("crop", lambda layer: layer.crop(tokens), others)
         if kept is not None:
             kept.forget_behind(self._count_tokens())

@@ -97,7 +97,7 @@ def choose_kernel(
 
     Arguments as for `explain_unsupported`; `kernels` is one of `KINDS`, `layout` that of the sketch by which tokens are
     selected, or behind which records lie, None without one, and `sinks` says whether heads have learned sinks.
-    RuntimeError, if it is "triton", and the kernel cannot compute the call.
+    NotImplementedError, if it is "triton", and the kernel cannot compute the call.
     """
     call = (query, bulk_keys, bulk_values, criterion, records)
     if kernels == "auto" and compiled_decode.supports(*call):
@@ -123,6 +123,8 @@ def choose_kernel(
         if reason is None:
             return kernel
     if kernels == "triton":
-        raise RuntimeError(f"Triton's kernels were asked for, but {reason}")
+        raise NotImplementedError(
+            f"Triton's kernels were asked for (by kernels= or QADA_KERNELS), but {reason}: auto takes those that serve"
+        )
     warn_once(logger, f"tokens are decoded on {query.device} by torch's operations, not by Triton's kernel: {reason}")
     return None

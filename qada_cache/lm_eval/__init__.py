@@ -5,6 +5,7 @@
 
 import functools
 import inspect
+import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from qada_cache.versions import pass_cache
 
 from . import scoring
 from .beginnings import Beginnings
+
+logger = logging.getLogger(__name__)
 
 NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
 CRITERIA = {"qada": None, "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
@@ -88,11 +91,16 @@ def _evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
     results = _evaluate(*args, **kwargs)
     gathered, saved = lm.gather_object(totals), lm.gather_object(lm.saved_tokens)
     if results is not None:
-        tuned = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}
-        for task in results["results"].keys() & totals.keys():
+        tuned, computed = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}, set().union(*gathered)
+        for task in results["results"].keys() & computed:
             results["results"][task] |= make_metrics([each for part in gathered for each in part.get(task, [])]) | tuned
             if lm.beginnings is not None:
                 results["results"][task]["cache_saved_tokens,none"] = sum(part[task] for part in saved)
+        if kept := sorted(results["configs"].keys() - computed):
+            logger.warning(
+                f"nothing was computed for {', '.join(kept)}, as lm-eval had kept all responses (use_cache): there is "
+                "nothing to report of QAdACache"
+            )
     return results
 
 

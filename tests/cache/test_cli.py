@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlavaConfig, LlavaForConditionalGenerati
 from qada_cache import KeyMoments, QAdACache, __version__
 from qada_cache.__main__ import main
 from qada_cache.arguments import make_parser
+from qada_cache.kernels import choice
 from qada_cache.models import loading
 
 MODEL = str(needle.FOLDER)
@@ -116,6 +117,27 @@ def test_profile_goes_by_moments_of_a_name(capsys: pytest.CaptureFixture[str], t
     assert "qada profile: the tokenizer does not know the words of the prompt (wiki)" in capsys.readouterr().err
     assert main(["profile", "--model", MODEL, *arguments, "--moments", "poem"]) == 1
     assert "poem" in capsys.readouterr().err
+
+
+def test_kernels_that_cannot_serve_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Wherever a command comes to choose them, and no half-made folder stays."""
+    monkeypatch.setenv("QADA_KERNELS", "triton")
+    monkeypatch.setattr(choice, "explain_unsupported", lambda *_, **__: "the kernel needs CUDA tensors")
+    (tmp_path / "text.txt").write_text("the old farmer walks slowly")
+    asked = ["--text", str(tmp_path / "text.txt"), "--ask", "why", "--out", str(tmp_path / "page.html")]
+    for command, *arguments in (
+        ("profile", "--prompt-tokens", "300", "--new-tokens", "2"),
+        ("report", *asked),
+        ("serve-folder", "--out", str(tmp_path / "folder")),
+    ):
+        assert main([command, MODEL, *arguments]) == 1
+        assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("qada ")] == [
+            f"qada {command}: Triton's kernels were asked for (by kernels= or QADA_KERNELS), but the kernel needs CUDA "
+            "tensors: auto takes those that serve"
+        ]
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,6 +198,26 @@ def test_a_crop_that_a_later_layer_refuses_changes_no_layer(text: Tensor) -> Non
     check_same(model, text, ours, theirs)
 
 
+@pytest.mark.parametrize("count", [0, -1, -1000])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_next"])
+def test_an_empty_cache_is_empty_after_a_crop(family: str, count: int, text: Tensor) -> None:
+    """New, after `reset`, and where all tokens were cropped away; then it takes a text like any other."""
+    model = tiny(family)
+    wanted = forced(model, text, [50, 10], DynamicCache(config=model.config))
+    new, reset = exact(model), exact(model)
+    forced(model, text[:, :30], [30], reset)
+    reset.reset()
+    caches = [new, reset]
+    if family != "qwen3_next":  # its linear layers keep no past
+        caches.append(exact(model))
+        forced(model, text[:, :9], [9], caches[-1])  # within the sliding window
+        caches[-1].crop(-9)
+    for cache in caches:
+        cache.crop(count)
+        assert [layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")] in ([0, 0], [0])
+        assert (forced(model, text, [50, 10], cache) - wanted).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("verb", ["crop", *ARGUMENTS])
 def test_half_a_change_of_transformers_layers_is_none(verb: str, text: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory in the second of them, of which each has new tensors."""

@@ -26,11 +26,11 @@ HERE = Path(__file__).parent
 TASKS = {"tiny_choice": "acc,none", "tiny_perplexity": "word_perplexity,none", "needle": "exact_match,none"}
 
 
-def evaluate(lm: HFLM, *tasks: str) -> dict[str, Any]:
+def evaluate(lm: HFLM, *tasks: str, **options: Any) -> dict[str, Any]:
     """The results of the tasks, and every log-likelihood under "log_likelihoods"."""
     manager = TaskManager(include_path=HERE / "tiny_tasks", include_defaults=False, metadata={"max_seq_lengths": [600]})
     results = lm_eval.simple_evaluate(
-        lm, tasks=list(tasks or TASKS), task_manager=manager, bootstrap_iters=0, limit=4, log_samples=True
+        lm, tasks=list(tasks or TASKS), task_manager=manager, bootstrap_iters=0, limit=4, log_samples=True, **options
     )
     samples = results["samples"].get("tiny_choice", [])
     scores = [response[0][0] for sample in samples for response in sample["resps"]]

@@ -64,6 +64,30 @@ def test_short_texts_have_no_sparsity() -> None:
     assert make_metrics(lm.cache_totals["none"])["cache_sparsity,none"] == "N/A"
 
 
+def test_a_run_that_computes_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tasks whose responses lm-eval had kept have its scores, and one sentence names them."""
+    options = {"use_cache": str(tmp_path / "kept")}
+    first = evaluate(needle_lm(), "needle", **options)
+    assert "nothing was computed" not in caplog.text
+    again = evaluate(needle_lm(), "needle", "tiny_choice", **options)
+    assert again["needle"]["exact_match,none"] == first["needle"]["exact_match,none"]
+    assert not [name for name in again["needle"] if name.startswith("cache_")]
+    assert "cache_read_share,none" in again["tiny_choice"]
+    (said,) = [record.getMessage() for record in caplog.records if "nothing was computed" in record.getMessage()]
+    assert said.startswith("nothing was computed for needle, as lm-eval had kept all responses (use_cache)")
+
+
+def test_what_other_processes_computed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first one had all of its own responses."""
+    lm = needle_lm()
+    evaluate(lm, "needle")
+    elsewhere = dict(lm.cache_totals)
+    monkeypatch.setattr(lm, "gather_object", lambda own: [own, elsewhere if own is lm.cache_totals else own])
+    monkeypatch.setattr(lm, "_count", lambda stats: None)
+    found = evaluate(lm, "needle")["needle"]
+    assert found["cache_bulk_read_bytes,none"] == make_metrics(elsewhere["needle"])["cache_bulk_read_bytes,none"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
