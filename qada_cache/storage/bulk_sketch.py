@@ -13,7 +13,7 @@ from ..kernels.cpu import quantizing
 from ..kernels.reference import suspend_autocast
 from ..key_moments.running import RunningMoments
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, find_segment_start
-from ..sketch.codec import CODES, TOKENS, Rounding, Sketch, list_fields, view_span
+from ..sketch.codec import CODES, TOKENS, Sketch, list_fields, view_span
 from ..sketch.coded import find_query_weights
 from . import transfers
 from .versioned import Buffer, Versioned
@@ -96,10 +96,11 @@ class BulkSketch(Versioned):
         value_dim, device = self.tensors.mean_value.shape[2], self.covariance.device
         return choose_coder(self.kernels, device, self.dtype, self.layout, value_dim, plain=self.energies is None)
 
-    @property
-    def rounding(self) -> Rounding:
-        """What rounds keys for torch's operations."""
-        return codec.round_keys if self.kernels == "torch" else quantizing.round_keys
+    def code_keys(self, keys: Tensor) -> dict[str, Tensor]:
+        """What `codec.quantize_segments` returns of `keys` `[rows, kv_heads, tokens, dim]`, on a CPU by C++."""
+        energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
+        quantize_segments = (codec if self.kernels == "torch" else quantizing).quantize_segments
+        return quantize_segments(keys, energies, self.layout)
 
     def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,
@@ -149,8 +150,7 @@ class BulkSketch(Versioned):
         if (coder := self.find_coder()) is not None:
             coder.code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
             return views
-        energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-        for name, made in codec.quantize_segments(keys, energies, self.layout, self.rounding).items():
+        for name, made in self.code_keys(keys).items():
             views[name].copy_(made)
         return views
 
