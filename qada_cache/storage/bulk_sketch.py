@@ -21,8 +21,9 @@ from .versioned import Buffer, Versioned
 if TYPE_CHECKING:
     from .bulk import Bulk
 
-# Keys that are coded at once on a CPU: temporaries stay in its caches. A device takes more, as it waits for launches.
-CODED_AT_ONCE = 2048
+# Keys that are coded at once on a CPU: float32 copies of them, and of values, take a few MB. A device takes more, as it
+# waits for launches.
+CODED_AT_ONCE = 8192
 
 
 class BulkSketch(Versioned):
@@ -117,7 +118,7 @@ class BulkSketch(Versioned):
             find_segment_start(known) if known else 0,
             length if newest is None else length - newest[0].shape[2],
         )
-        most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 32 * CODED_AT_ONCE
+        most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 8 * CODED_AT_ONCE
         step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
         # Of few tokens, whatever segments have them.
         together = newest is not None and older <= known and length - known <= step
