@@ -41,7 +41,7 @@ def list_libraries(
         if by_torch or options.audit_every:  # which read whole heads by partial attention
             sizes = dim, value_dim, cpu.round_queries(group), None
             found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
-    found += _list_coders(layout, dim, sketched=options.selects_tokens)
+    found += _list_coders(layout, dtype, dim, sketched=options.selects_tokens)
     if not (softcap or sinks) and prompt.has_instructions() and prompt.serves_sizes(dim, value_dim, dtype):
         of_prompt = dim, value_dim, dtype
         if options.prefill_threshold and dim % 4 == 0:
@@ -68,18 +68,18 @@ def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSiz
         of_steps = dim, rank, group, layout
         macros, build = cpu.define(cpu.ELEMENTS[dtype], *of_steps, shared=True), partial(cpu.build, shared=True)
         found.append(Library(cpu.SOURCE, macros, partial(build, dtype, *of_steps)))
-    return found + _list_coders(layout, dim, sketched=options.selects_tokens)
+    return found + _list_coders(layout, dtype, dim, sketched=options.selects_tokens)
 
 
-def _list_coders(layout: RecordLayout | None, dim: int, *, sketched: bool) -> list[Library]:
+def _list_coders(layout: RecordLayout | None, dtype: torch.dtype, dim: int, *, sketched: bool) -> list[Library]:
     """Those that make and read records, and a sketch, which all records are behind."""
     found = list[Library]()
     if layout is not None:
         macros = recording.define_coder(layout)
         found.append(Library(recording.SOURCE, macros, partial(recording.build_coder, layout)))
-    if dim % BLOCK == 0 and (sketched or layout is not None):
-        macros = quantizing.define_quantizer(dim)
-        found.append(Library(quantizing.SOURCE, macros, partial(quantizing.build_quantizer, dim)))
+    if dtype in cpu.ELEMENTS and dim % BLOCK == 0 and (sketched or layout is not None):
+        macros = quantizing.define_quantizer(dtype, dim)
+        found.append(Library(quantizing.SOURCE, macros, partial(quantizing.build_quantizer, dtype, dim)))
     return found
 
 

@@ -37,9 +37,13 @@ def take_in_by_torch(count: int, means: tuple[Tensor, Tensor], covariance: Tenso
     """
     alike, tokens = left is right, left.shape[-2]
     total = count + tokens
-    wide = [left.float()] if alike else [left.float(), right.float()]
-    found = [part.mean(dim=-2) for part in wide]
-    centred = [part - mean.unsqueeze(-2) for part, mean in zip(wide, found, strict=True)]
+    found, centred = list[Tensor](), list[Tensor]()
+    for part in (left,) if alike else (left, right):
+        wide = part.float()
+        mean = wide.mean(dim=-2)
+        found.append(mean)
+        # In place where it is a copy: new memory takes longer than the rest.
+        centred.append(wide - mean.unsqueeze(-2) if wide is part else wide.sub_(mean.unsqueeze(-2)))
     product = covariance.flatten(0, -3)
     product.baddbmm_(centred[0].mT.flatten(0, -3), centred[-1].flatten(0, -3), beta=count / total, alpha=1 / total)
     held = means[: len(found)]

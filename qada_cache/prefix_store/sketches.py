@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments
-from ..sketch.codec import CODES, has_whole_order, list_fields, quantize_segments
+from ..sketch.codec import CODES, has_whole_order, list_fields
 from ..state import Options
 from ..storage import TokenStore
 from .folder import Layers
@@ -34,9 +34,7 @@ def find_code(store: TokenStore, row: int, start: int, stop: int) -> dict[str, t
     if found is None:  # it is still open there
         first, own = store.sinks + index * SEGMENT_TOKENS, slice(row, row + 1)
         keys, _ = store.copy_tokens(own, first, first + SEGMENT_TOKENS)
-        energies = None if sketch.energies is None else sketch.energies.expand(*keys.shape[:2], -1)
-        made = quantize_segments(keys, energies, sketch.layout, sketch.rounding)
-        found = {name: part[0] for name, part in made.items()}
+        found = {name: part[0] for name, part in sketch.code_keys(keys).items()}
     return {name: found[name].cpu() for name in CODES}
 
 

@@ -36,8 +36,6 @@ FIT = ("units", "centres", "order", "weights")  # what a segment's tokens are co
 TOKENS = ("codes", "scales")  # of a `Sketch`, what every token has, in the last dimension
 SEGMENTS = (*FIT, "mean_squares")  # what every segment has
 CODES = (*TOKENS, *SEGMENTS)
-# `round_keys`, or what does the same.
-Rounding = Callable[[Tensor, Mapping[str, Tensor], Tensor, Tensor | None, Layout], tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
@@ -187,11 +185,7 @@ def round_keys(
 
 
 def quantize(
-    keys: Tensor,
-    energies: Tensor | None,
-    layout: Layout,
-    fit: Mapping[str, Tensor] | None = None,
-    rounding: Rounding = round_keys,
+    keys: Tensor, energies: Tensor | None, layout: Layout, fit: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Code segments of keys, one for each of the leading dimensions of `keys` `[..., tokens, dim]`.
 
@@ -209,7 +203,7 @@ def quantize(
     # A rotated channel's error goes to all channels of its block alike.
     importance = energies.gather(-1, order) / found["weights"].float().square()
     importance = importance.unflatten(-1, (-1, BLOCK)).mean(dim=-1).repeat_interleave(BLOCK, dim=-1)
-    codes, scale = rounding(wide, found, importance[..., : layout.coded], most, layout)
+    codes, scale = round_keys(wide, found, importance[..., : layout.coded], most, layout)
     unit = scale.amax(dim=-1) / SCALE_LEVELS if fit is None else found["units"]
     scales = torch.round(scale / unit.clamp_min(TINY).unsqueeze(-1)).clamp(0, SCALE_LEVELS)
     made = {"codes": codes, "scales": scales.to(torch.uint8), "units": unit}
@@ -221,9 +215,7 @@ def average_squares(scales: Tensor, units: Tensor) -> Tensor:
     return (scales * units.unsqueeze(-1)).square().mean(dim=-1)
 
 
-def quantize_segments(
-    keys: Tensor, energies: Tensor | None, layout: Layout, rounding: Rounding = round_keys
-) -> dict[str, Tensor]:
+def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
     """As `quantize`, of whole segments, or of all tokens up to a bulk's last; all tokens side by side again. `energies`
     are of the leading dimensions and `[dim]`."""
     tokens = keys.shape[-2]
@@ -233,7 +225,7 @@ def quantize_segments(
         if part.shape[-2]:
             segments = part.unflatten(-2, (-1, size))
             each = None if energies is None else energies.unsqueeze(-2)
-            made = quantize(segments, each, layout, None, rounding)
+            made = quantize(segments, each, layout)
             made["codes"] = made["codes"].transpose(-3, -2).flatten(-2)  # all tokens of a word side by side
             parts.append(made | {"scales": made["scales"].flatten(-2)})
     axes = {"centres": -2, "order": -2, "weights": -2}

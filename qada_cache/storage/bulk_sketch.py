@@ -13,7 +13,7 @@ from ..kernels.cpu import quantizing
 from ..kernels.reference import suspend_autocast
 from ..key_moments.running import RunningMoments
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, find_segment_start
-from ..sketch.codec import CODES, TOKENS, Rounding, Sketch, list_fields, view_span
+from ..sketch.codec import CODES, TOKENS, Sketch, list_fields, view_span
 from ..sketch.coded import find_query_weights
 from . import transfers
 from .versioned import Buffer, Versioned
@@ -21,8 +21,9 @@ from .versioned import Buffer, Versioned
 if TYPE_CHECKING:
     from .bulk import Bulk
 
-# Keys that are coded at once on a CPU: temporaries stay in its caches. A device takes more, as it waits for launches.
-CODED_AT_ONCE = 2048
+# Keys that are coded at once on a CPU: float32 copies of them, and of values, take a few MB. A device takes more, as it
+# waits for launches.
+CODED_AT_ONCE = 8192
 
 
 class BulkSketch(Versioned):
@@ -96,10 +97,11 @@ class BulkSketch(Versioned):
         value_dim, device = self.tensors.mean_value.shape[2], self.covariance.device
         return choose_coder(self.kernels, device, self.dtype, self.layout, value_dim, plain=self.energies is None)
 
-    @property
-    def rounding(self) -> Rounding:
-        """What rounds keys for torch's operations."""
-        return codec.round_keys if self.kernels == "torch" else quantizing.round_keys
+    def code_keys(self, keys: Tensor) -> dict[str, Tensor]:
+        """What `codec.quantize_segments` returns of `keys` `[rows, kv_heads, tokens, dim]`, on a CPU by C++."""
+        energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
+        quantize_segments = (codec if self.kernels == "torch" else quantizing).quantize_segments
+        return quantize_segments(keys, energies, self.layout)
 
     def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
         """Append the bulk's tokens that rows of equal length lack. `newest` are its last keys and values `[rows,
@@ -116,7 +118,7 @@ class BulkSketch(Versioned):
             find_segment_start(known) if known else 0,
             length if newest is None else length - newest[0].shape[2],
         )
-        most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 32 * CODED_AT_ONCE
+        most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 8 * CODED_AT_ONCE
         step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
         # Of few tokens, whatever segments have them.
         together = newest is not None and older <= known and length - known <= step
@@ -149,8 +151,7 @@ class BulkSketch(Versioned):
         if (coder := self.find_coder()) is not None:
             coder.code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
             return views
-        energies = None if self.energies is None else self.energies.expand(*keys.shape[:2], -1)
-        for name, made in codec.quantize_segments(keys, energies, self.layout, self.rounding).items():
+        for name, made in self.code_keys(keys).items():
             views[name].copy_(made)
         return views
 

@@ -30,6 +30,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 UNINITIALIZED = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 UNWARNED = {"x86-64": ("-Wno-psabi",)} | dict.fromkeys(("x86-64-v4", "cooperlake", "sapphirerapids"), UNINITIALIZED)
 LATENT_SIZES = ((torch.bfloat16, 576, 512, 8), (torch.float16, 48, 32, 16), (torch.float32, 40, 24, 4))
+QUANTIZER_SIZES = ((torch.bfloat16, 64), (torch.float16, 80), (torch.float32, 576))
 PROMPT_SIZES = ((64, 64), (128, 128), (80, 48))
 ZIG = sys.executable, "-m", "ziglang", "c++", "-target"  # has a compiler for each system in one package
 
@@ -83,8 +84,8 @@ def count_failures(target: Target) -> int:
         if records is not None:
             macros = cpu.define("FLOAT32", dim, value_dim, 1, records)
             failed += not is_clean(target, recording.SOURCE, macros, processor)
-    for dim, processor in product((64, 80), target.processors):
-        failed += not is_clean(target, quantizing.SOURCE, quantizing.define_quantizer(dim), processor)
+    for (dtype, dim), processor in product(QUANTIZER_SIZES, target.processors):
+        failed += not is_clean(target, quantizing.SOURCE, quantizing.define_quantizer(dtype, dim), processor)
     for (dtype, dim, rank, bits), processor in product(LATENT_SIZES, {*target.processors, *target.of_prompts}):
         records = RecordLayout.from_bits(dim, 0, bits)
         failed += not is_clean(target, latent.SOURCE, latent.define_latent(dtype, dim, rank, records), processor)

@@ -184,8 +184,10 @@ class Pair:
             if known.lengths[row]:
                 bulk = slice(store.sinks, store.sinks + length)
                 keys, values = (tokens[row][:, bulk] for tokens in (self.reference.keys, self.reference.values))
-                rounding = (known.rounding,) if keys.device == store.near_keys.device else ()
-                made = quantize_segments(keys, energies, known.layout, *rounding)
+                if keys.device == store.near_keys.device:
+                    made = {name: part[0] for name, part in known.code_keys(keys[None]).items()}
+                else:
+                    made = quantize_segments(keys, energies, known.layout)
                 made |= average_channels(made, known.layout, length)
                 # Sums in the order of another device, or of a kernel for it, are not those of a CPU to the bit.
                 same = torch.equal if keys.device == store.near_keys.device else is_same_but_for_ties

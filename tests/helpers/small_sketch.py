@@ -6,7 +6,8 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from unittest import mock
 
-KERNELS = ["coding", "decode_reference", "decode_trial", "query_adaptive", "cpu.compiled_decode", "cpu.recording"]
+KERNELS = ["coding", "decode_reference", "decode_trial", "query_adaptive", "cpu.compiled_decode"]
+KERNELS += ["cpu.quantizing", "cpu.recording"]
 KERNELS += ["triton", "triton.sizing"] * bool(importlib.util.find_spec("triton"))
 MODULES = [
     *("sketch", "sketch.codec", "sketch.coded", "sketch.selection", "storage.bulk_sketch", "storage.coded_bulk"),

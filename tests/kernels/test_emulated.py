@@ -12,7 +12,6 @@ from torch import Tensor
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building, compiled_decode, prompt, quantizing
 from qada_cache.sketch import Layout
-from qada_cache.sketch.codec import quantize
 
 CACHES = cpu.build, prompt._build_once, quantizing.build_quantizer
 
@@ -28,7 +27,7 @@ def compute(scene: Scene) -> list[Tensor]:
     found += cpu.compiled_partial_attention(query[:, :, :2], key, value, scaling=0.2) or ()
     found.append(torch.empty(1, 2, 600, 64))
     prompt.prompt_attention(query, key, value, scaling=0.2, causal=True, out=found[-1])
-    coded = quantize(key, torch.ones(1, 2, 64), Layout.from_bits(64, 2), rounding=quantizing.round_keys)
+    coded = quantizing.quantize_segments(key, None, Layout.from_bits(64, 2))
     return [*found, coded["codes"]]
 
 

@@ -16,7 +16,7 @@ from qada_cache import PrefixStore, QAdACache, StaticHeads
 from qada_cache.files import tensor_file
 from qada_cache.prefix_store.folder import KIND
 from qada_cache.prefix_store.naming import SEGMENT_TOKENS
-from qada_cache.sketch import codec
+from qada_cache.storage.bulk_sketch import BulkSketch
 from qada_cache.versions import pass_cache
 
 EXACT: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
@@ -93,13 +93,13 @@ def test_sketches_are_read_and_not_made_again(
         store.keep(cache, text[:, :stop])
     wanted = QAdACache(model, **{**SELECTING, **other})
     read(model, text[:, :2899], wanted)
-    coded, original = [], codec.quantize
+    coded, original = [], BulkSketch.code_keys
 
-    def quantize(keys: Tensor, *rest: Any) -> Any:
-        coded.append(keys.shape[:-2].numel() * keys.shape[-2])
-        return original(keys, *rest)
+    def code_keys(sketch: BulkSketch, keys: Tensor) -> Any:
+        coded.append(keys.shape[:-1].numel())
+        return original(sketch, keys)
 
-    monkeypatch.setattr(codec, "quantize", quantize)
+    monkeypatch.setattr(BulkSketch, "code_keys", code_keys)
     got = store.cache(model, text, **{**SELECTING, **other})
     assert got.get_seq_length() == 2899
     assert sum(coded) < (2 if other else 1) * 2 * 2 * 2899

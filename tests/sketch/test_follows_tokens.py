@@ -33,7 +33,7 @@ class Scene(LayerScene):
         for row, length in enumerate(bulk.lengths):
             assert known.lengths[row] == length > 1024
             keys, values = (tensor[row, :, SINKS : SINKS + length] for tensor in self.calls[:2])
-            made = quantize_segments(keys.clone(), ENERGIES[0], known.layout, known.rounding)
+            made = {name: part[0] for name, part in known.code_keys(keys[None].clone()).items()}
             for name in EACH:
                 found, of_tokens = kept[name][row], name in ("codes", "scales")
                 found = found[..., :length] if of_tokens else found[:, : len(segment_spans(length))]

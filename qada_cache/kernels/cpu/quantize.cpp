@@ -1,22 +1,41 @@
-// Codes of keys: `round_keys` of sketch/codec.py. Each vector has one channel of `TOKENS` tokens, so that no sum
-// depends on how wide vectors are.
+// Codes of keys: `quantize_segments` of sketch/codec.py. A segment's means take vectors of channels, its codes vectors
+// of one channel of `TOKENS` tokens: no sum depends on threads, or on what else is coded.
 
 #include "sketch.h"
 
 namespace {
 
-// The arguments, `Quantizing` of quantizing.py: segments one after the other.
+// The arguments, `Quantizing` of quantizing.py; the last segment has all tokens that the others leave.
 struct Quantizing {
-    const float *keys, *centres;           // [segments, tokens, DIM], [segments, DIM]
-    const int64_t* order;                  // these and the next ones: [segments, channels that have bits]
-    const float *weights, *importance;
-    const float* most;                     // [segments], or null
-    const float *half_steps, *half_levels;  // of a channel that has bits
-    uint32_t* codes;                       // [segments, words, tokens]
-    float* scales;                         // [segments, tokens]
-    int64_t segments, tokens, threads;
+    View<const Element> keys;          // [tokens, DIM]
+    const float* energies;             // [rows, heads, DIM]
+    const float *half_steps, *levels;  // [DIM]
+    uint32_t* codes;                   // [rows, heads, words, tokens]
+    uint8_t* scales;                   // [rows, heads, tokens]
+    float* units;                      // these and the next ones: [rows, heads, segments], [..., DIM] of channels
+    uint16_t* centres;
+    Channel* order;
+    uint16_t* weights;
+    float* mean_squares;
+    float* exact;  // [rows, heads, tokens], scales before they are rounded
+    int64_t rows, heads, tokens, segment_tokens, segments, token_stride, threads;
     Words words;
 };
+
+constexpr int VECTORS = DIM / WIDTH;  // of a key
+constexpr int SUMMED = 16;            // keys whose sum is made first: long sums lose more to rounding
+constexpr float TINY = std::numeric_limits<float>::min();
+
+// `values` [DIM] are at least this share of their mean; 1 where all are 0.
+void set_floor(float* values, float share) {
+    float sum = 0;
+    for (int d = 0; d < DIM; d++) sum += values[d];
+    const float least = share * (sum / DIM);
+    for (int d = 0; d < DIM; d++) {
+        const float raised = values[d] > least ? values[d] : least;
+        values[d] = raised > 0 ? raised : 1.0f;
+    }
+}
 
 // Whole numbers of levels as floats, by rounding towards zero: `x` is small, or no number.
 INLINED Singles round_down(Singles x) {
@@ -24,68 +43,137 @@ INLINED Singles round_down(Singles x) {
     return whole > x ? whole - 1.0f : whole;
 }
 
-// `count` tokens of a segment, from `start` on.
-void quantize(const Quantizing& call, int64_t segment, int64_t start, int count) {
-    const int coded = call.words.coded();
-    const float* keys = call.keys + (segment * call.tokens + start) * DIM;
-    const float* centres = call.centres + segment * DIM;
-    const int64_t* order = call.order + segment * coded;
-    const float *weights = call.weights + segment * coded, *importance = call.importance + segment * coded;
-    Singles rotated[DIM], levels[DIM];
-    for (int c = 0; c < coded; c++) {
-        Singles channel = {};
-        for (int t = 0; t < count; t++) channel[t] = keys[t * DIM + order[c]];
-        rotated[c] = (channel - centres[order[c]]) * weights[c];
-    }
-    rotate<8>(rotated, coded, (float)HADAMARD);
-    Singles scale, square = {};
-    for (int c = 0; c < coded; c++) {
-        const Singles value = rotated[c] * call.half_steps[c];
-        square += value * value;
-    }
-    for (int t = 0; t < TOKENS; t++) scale[t] = std::sqrt(square[t] / coded);
-    for (int rounding = 0; rounding < ROUNDINGS; rounding++) {
-        if (call.most) scale = scale > call.most[segment] ? Singles{} + call.most[segment] : scale;
-        const Singles step =
-            2 * scale < std::numeric_limits<float>::min() ? Singles{} + std::numeric_limits<float>::min() : 2 * scale;
-        Singles product = {}, energy = {};
-        for (int c = 0; c < coded; c++) {
-            const float half = call.half_levels[c];
-            Singles level = rotated[c] / step;
-            level = level < -half ? Singles{} - half : level;
-            level = level > half - 1 ? Singles{} + (half - 1) : level;
-            levels[c] = level = round_down(level);
-            const Singles odd = 2 * level + 1;
-            product += importance[c] * rotated[c] * odd;
-            energy += importance[c] * (odd * odd);
-        }
-        scale = product / energy;
-    }
-    for (int t = 0; t < count; t++) call.scales[segment * call.tokens + start + t] = scale[t];
-    uint32_t* codes = call.codes + segment * call.words.count() * call.tokens + start;
-    const Singles* next = levels;
-    for (const auto& [bits, words] :
-         {std::pair(4, call.words.of_four), std::pair(2, call.words.of_two), std::pair(1, call.words.of_one)})
-        for (int word = 0; word < words; word++, codes += call.tokens, next += WORD_BITS / bits) {
-            Integers packed = {};
-            for (int place = 0; place < WORD_BITS / bits; place++) {
-                const Integers index = __builtin_convertvector(next[place] + (float)(1 << (bits - 1)), Integers);
-                packed |= (index & ((1 << bits) - 1)) << (place % 4 * 8 + place / 4 * bits);
+struct Segment {
+    const Quantizing& call;
+    const int64_t head, start, tokens;  // of all rows' heads; tokens from number `start` on
+    const Element* const keys;
+    uint16_t *const centres, *const weights;
+    Channel* const order;
+    float importance[DIM];
+
+    Segment(const Quantizing& call, int64_t job)
+        : call(call), head(job / call.segments), start(job % call.segments * call.segment_tokens),
+          tokens((job + 1) % call.segments ? call.segment_tokens : call.tokens - start),
+          keys(call.keys.at(head / call.heads, head % call.heads) + start * call.token_stride),
+          centres(call.centres + job * DIM), weights(call.weights + job * DIM), order(call.order + job * DIM) {}
+
+    // The mean over tokens of their channels, or of what `find` makes of vector number `v`.
+    template <typename Find>
+    void average(float* means, Find find) const {
+        Floats total[VECTORS] = {};
+        for (int64_t first = 0; first < tokens; first += SUMMED) {
+            Floats sum[VECTORS] = {}, key[VECTORS];
+            for (int64_t t = first; t < std::min(first + SUMMED, tokens); t++) {
+                unpack<DIM>(keys + t * call.token_stride, key);
+                for (int v = 0; v < VECTORS; v++) sum[v] += find(key[v], v);
             }
-            std::memcpy(codes, &packed, count * sizeof(uint32_t));
+            for (int v = 0; v < VECTORS; v++) total[v] += sum[v];
         }
-}
+        for (int d = 0; d < DIM; d++) means[d] = unpack_at<DIM>(total, d) / tokens;
+    }
+
+    // What tokens are coded under: `find_fit`, and what errors of channels count.
+    void fit() {
+        float means[DIM], variances[DIM], energies[DIM], needs[DIM];
+        average(means, [](Floats key, int) { return key; });
+        Floats centre[VECTORS];
+        for (int d = 0; d < DIM; d++) {
+            centres[d] = narrow(means[d]);
+            centre[unpacked_index<DIM>(d) / WIDTH][unpacked_index<DIM>(d) % WIDTH] = widen(centres[d]);
+        }
+        average(variances, [&](Floats key, int v) { return (key - centre[v]) * (key - centre[v]); });
+        set_floor(variances, (float)MIN_VARIANCE);
+        std::memcpy(energies, call.energies + head * DIM, sizeof energies);
+        set_floor(energies, (float)MIN_ENERGY);
+        for (int d = 0; d < DIM; d++) needs[d] = energies[d] * variances[d];
+        for (int d = 0; d < DIM; d++) order[d] = d;
+        std::sort(order, order + DIM, [&](Channel one, Channel other) {
+            return needs[one] > needs[other] || (needs[one] == needs[other] && one < other);
+        });
+        for (int d = 0; d < DIM; d++) weights[d] = narrow(1 / std::sqrt(variances[order[d]]) / call.half_steps[d]);
+        for (int block = 0; block < DIM; block += ROTATED) {
+            float sum = 0;
+            for (int d = block; d < block + ROTATED; d++)
+                sum += energies[order[d]] / (widen(weights[d]) * widen(weights[d]));
+            for (int d = block; d < block + ROTATED; d++) importance[d] = sum / ROTATED;
+        }
+    }
+
+    // Codes of `count` tokens from number `first` on, whose scales are returned: `round_keys`.
+    Singles round(int64_t first, int count) const {
+        const int coded = call.words.coded();
+        Singles rotated[DIM], levels[DIM];
+        for (int c = 0; c < coded; c++) {
+            Singles channel = {};
+            for (int t = 0; t < count; t++) channel[t] = widen(keys[(first + t) * call.token_stride + order[c]]);
+            rotated[c] = (channel - widen(centres[order[c]])) * widen(weights[c]);
+        }
+        rotate<ROTATED>(rotated, coded, (float)HADAMARD);
+        Singles scale, square = {};
+        for (int c = 0; c < coded; c++) {
+            const Singles value = rotated[c] * call.half_steps[c];
+            square += value * value;
+        }
+        for (int t = 0; t < TOKENS; t++) scale[t] = std::sqrt(square[t] / coded);
+        for (int rounding = 0; rounding < ROUNDINGS; rounding++) {
+            const Singles step = 2 * scale < TINY ? Singles{} + TINY : 2 * scale;
+            Singles product = {}, energy = {};
+            for (int c = 0; c < coded; c++) {
+                const float half = call.levels[c] / 2;
+                Singles level = rotated[c] / step;
+                level = level < -half ? Singles{} - half : level;
+                level = level > half - 1 ? Singles{} + (half - 1) : level;
+                levels[c] = level = round_down(level);
+                const Singles odd = 2 * level + 1;
+                product += importance[c] * rotated[c] * odd;
+                energy += importance[c] * (odd * odd);
+            }
+            scale = product / energy;
+        }
+        uint32_t* codes = call.codes + head * call.words.count() * call.tokens + start + first;
+        const Singles* next = levels;
+        for (const auto& [bits, words] :
+             {std::pair(4, call.words.of_four), std::pair(2, call.words.of_two), std::pair(1, call.words.of_one)})
+            for (int word = 0; word < words; word++, codes += call.tokens, next += WORD_BITS / bits) {
+                Integers packed = {};
+                for (int place = 0; place < WORD_BITS / bits; place++) {
+                    const Integers index = __builtin_convertvector(next[place] + (float)(1 << (bits - 1)), Integers);
+                    packed |= (index & ((1 << bits) - 1)) << (place % 4 * 8 + place / 4 * bits);
+                }
+                std::memcpy(codes, &packed, count * sizeof(uint32_t));
+            }
+        return scale;
+    }
+
+    void quantize(int64_t job) {
+        float *scales = call.exact + head * call.tokens + start, highest = 0;
+        fit();
+        for (int64_t first = 0; first < tokens; first += TOKENS) {
+            const int count = (int)std::min<int64_t>(TOKENS, tokens - first);
+            const Singles found = round(first, count);
+            std::memcpy(scales + first, &found, count * sizeof(float));
+        }
+        for (int64_t t = 0; t < tokens; t++)
+            highest = scales[t] > highest || scales[t] != scales[t] ? scales[t] : highest;  // what is no number stays
+        const float unit = highest / SCALE_LEVELS, step = unit > TINY ? unit : TINY;
+        int64_t squares = 0;
+        for (int64_t t = 0; t < tokens; t++) {
+            const float scale = scales[t] / step;
+            const int whole = scale > 0 ? (int)std::nearbyint(std::min(scale, (float)SCALE_LEVELS)) : 0;
+            call.scales[head * call.tokens + start + t] = (uint8_t)whole;
+            squares += whole * whole;
+        }
+        call.units[job] = unit;
+        call.mean_squares[job] = unit * unit * ((float)squares / tokens);
+    }
+};
 
 }  // namespace
 
 // What quantizing.py says of the size of the arguments is compared with this before they are read.
 extern "C" int64_t quantizing_size() { return sizeof(Quantizing); }
 
-extern "C" void round_keys(const Quantizing* call) {
-    const int64_t blocks = (call->tokens + TOKENS - 1) / TOKENS;
+extern "C" void quantize_segments(const Quantizing* call) {
 #pragma omp parallel for num_threads(call->threads)
-    for (int64_t job = 0; job < call->segments * blocks; job++) {
-        const int64_t start = job % blocks * TOKENS;
-        quantize(*call, job / blocks, start, std::min<int64_t>(TOKENS, call->tokens - start));
-    }
+    for (int64_t job = 0; job < call->rows * call->heads * call->segments; job++) Segment(*call, job).quantize(job);
 }

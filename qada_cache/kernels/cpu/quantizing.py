@@ -1,80 +1,79 @@
-"""Keys rounded to the codes of a sketch on the CPU, in one call of `quantize.cpp`."""
+"""Keys coded as in a sketch on the CPU, in one call of `quantize.cpp`."""
 
 import ctypes
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...sketch import Layout, codec
+from ...sketch import BLOCK, SEGMENT_TOKENS, Layout, codec, count_segments
 from . import ELEMENTS, define
-from .addresses import find_address
+from .addresses import View, find_address, find_view
 from .building import build_library, check_size
 
 SOURCE = Path(__file__).with_name("quantize.cpp")
+# What the definition in Python says of codes.
+CONSTANTS = {
+    "ROUNDINGS": codec.ROUNDINGS, "MIN_ENERGY": codec.MIN_ENERGY, "MIN_VARIANCE": codec.MIN_VARIANCE,
+    "SCALE_LEVELS": codec.SCALE_LEVELS, "ROTATED": BLOCK,
+}  # fmt: skip
 
 
 class Quantizing(ctypes.Structure):
     """`Quantizing` of quantize.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "centres", "order", "weights", "importance", "most")),
-        *((name, ctypes.c_void_p) for name in ("half_steps", "half_levels", "codes", "scales")),
-        *((name, ctypes.c_int64) for name in ("segments", "tokens", "threads")),
+        ("keys", View),
+        *((name, ctypes.c_void_p) for name in ("energies", "half_steps", "levels", "codes", "scales", "units")),
+        *((name, ctypes.c_void_p) for name in ("centres", "order", "weights", "mean_squares", "exact")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "tokens", "segment_tokens", "segments")),
+        *((name, ctypes.c_int64) for name in ("token_stride", "threads")),
         ("words", ctypes.c_int * 3),
     )
 
 
-def round_keys(
-    keys: Tensor, fit: Mapping[str, Tensor], importance: Tensor, most: Tensor | None, layout: Layout
-) -> tuple[Tensor, Tensor]:
-    """As `codec.round_keys`, but for the order of sums, so that a code may be the one beside it now and then; by it
-    where keys are not on a CPU, or nothing can be built."""
-    if not keys.is_cpu or not keys.numel() or (library := build_quantizer(layout.dim)) is None:
-        return codec.round_keys(keys, fit, importance, most, layout)
-    (*leading, tokens, dim), coded = keys.shape, layout.coded
-    own = {
-        "keys": keys,
-        "centres": fit["centres"].float(),
-        "order": fit["order"][..., :coded].long(),
-        "weights": fit["weights"][..., :coded].float(),
-        "importance": importance,
-        "half_steps": layout.find_half_steps(keys.device)[:coded],
-        "half_levels": layout.find_levels(keys.device)[:coded] / 2,
-    }
-    own = {name: part.contiguous() for name, part in own.items()}
-    codes = torch.empty(*leading, layout.count, tokens, dtype=torch.int32, device="cpu")
-    scales = torch.empty(*leading, tokens, dtype=torch.float32, device="cpu")
-    each, real = (*leading, coded), torch.float32
+def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
+    """As `codec.quantize_segments` of `keys` `[rows, kv_heads, tokens, dim]`, but for the order of sums, so that a code
+    may be the one beside it now and then; by it where keys are not on a CPU, or nothing can be built."""
+    if not keys.is_cpu or not keys.numel() or keys.dtype not in ELEMENTS:
+        return codec.quantize_segments(keys, energies, layout)
+    if (library := build_quantizer(keys.dtype, layout.dim)) is None:
+        return codec.quantize_segments(keys, energies, layout)
+    (*each, tokens, dim), device = keys.shape, keys.device
+    if keys.stride(3) != 1:
+        keys = keys.contiguous()
+    if energies is None:
+        energies = torch.ones(dim, dtype=torch.float32, device=device)
+    energies = energies.float().expand(*each, dim).contiguous()
+    fields, made = codec.list_fields(dim, 0, layout.count, tokens), dict[str, Tensor]()
+    for name, (dtype, shape) in ((name, fields[name]) for name in codec.CODES):
+        made[name] = torch.empty(*each, *shape, dtype=dtype, device=device)
+    given = {"energies": energies, "half_steps": layout.find_half_steps(device), "levels": layout.find_levels(device)}
+    shapes = {"energies": (*each, dim), "half_steps": (dim,), "levels": (dim,)}
+    exact = torch.empty(*each, tokens, dtype=torch.float32, device=device)
     call = Quantizing(
-        keys=find_address("keys", own["keys"], real, keys.shape),
-        centres=find_address("centres", own["centres"], real, (*leading, dim)),
-        order=find_address("order", own["order"], torch.int64, each),
-        weights=find_address("weights", own["weights"], real, each),
-        importance=find_address("importance", own["importance"], real, each),
-        most=None if most is None else find_address("most", most, real, leading),
-        half_steps=find_address("half_steps", own["half_steps"], real, (coded,)),
-        half_levels=find_address("half_levels", own["half_levels"], real, (coded,)),
-        codes=find_address("codes", codes, torch.int32, codes.shape),
-        scales=find_address("scales", scales, real, scales.shape),
-        segments=scales.numel() // tokens, tokens=tokens, threads=torch.get_num_threads(),
+        keys=find_view("keys", keys, keys.dtype, (*each, tokens, dim), packed=1),
+        **{name: find_address(name, part, torch.float32, shapes[name]) for name, part in given.items()},
+        **{name: find_address(name, part, part.dtype, part.shape) for name, part in made.items()},
+        exact=find_address("exact", exact, torch.float32, exact.shape), rows=each[0], heads=each[1], tokens=tokens,
+        segment_tokens=SEGMENT_TOKENS, segments=count_segments(tokens), token_stride=keys.stride(2),
+        threads=torch.get_num_threads(),
     )  # fmt: skip
     call.words = layout.words
-    library.round_keys(ctypes.byref(call))
-    return codes, scales
+    library.quantize_segments(ctypes.byref(call))
+    return made
 
 
-def define_quantizer(dim: int) -> tuple[str, ...]:
+def define_quantizer(dtype: torch.dtype, dim: int) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
-    return *define(ELEMENTS[torch.float32], dim, dim, 1), f"-DROUNDINGS={codec.ROUNDINGS}"
+    return *define(ELEMENTS[dtype], dim, dim, 1), *(f"-D{name}={value}" for name, value in CONSTANTS.items())
 
 
 @functools.cache
-def build_quantizer(dim: int) -> ctypes.CDLL | None:
+def build_quantizer(dtype: torch.dtype, dim: int) -> ctypes.CDLL | None:
     """The library for keys of `dim` channels, built if need be; None, with one warning, if it cannot be."""
     warning = "sketches are made by torch, as the kernel could not be built"
-    if (library := build_library(SOURCE, define_quantizer(dim), warning)) is not None:
+    if (library := build_library(SOURCE, define_quantizer(dtype, dim), warning)) is not None:
         check_size(Quantizing, library.quantizing_size(), SOURCE)
     return library

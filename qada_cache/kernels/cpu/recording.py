@@ -40,7 +40,8 @@ def code_records(
     if not keys.is_cpu or not keys.numel() or (library := build_coder(layout)) is None:
         return None
     records = torch.empty(*keys.shape[:3], layout.size, dtype=torch.uint8, device="cpu")
-    keys, values = keys.float().contiguous(), values.float().contiguous()
+    together = torch.contiguous_format  # which a conversion then has at once
+    keys, values = (part.to(torch.float32, memory_format=together).contiguous() for part in (keys, values))
     _call(library.code_records, records, keys, values, sketch, weights, layout, first=first, segments=segments)
     return records
 

@@ -87,17 +87,19 @@ struct CodedTokens {
         }
     }
 
-    // The inverse of `expand`.
+    // The inverse of `expand`, of eight codes at once: of neighbours, then pairs, then fours, the bits come together.
     template <int BITS, int SIZE>
     static void collect(const uint8_t* codes, uint8_t* planes) {
+        static_assert(SIZE % 8 == 0);
         int done = 0;
         for (int plane : {4, 2, 1}) {
             if (!(BITS & plane)) continue;
-            for (int first = 0; first < SIZE; first += 8 / plane) {
-                unsigned byte = 0;
-                for (int i = 0; i < 8 / plane; i++)
-                    byte |= (codes[first + i] >> done & ((1 << plane) - 1)) << plane * i;
-                *planes++ = (uint8_t)byte;
+            for (int first = 0; first < SIZE; first += 8, planes += plane) {
+                uint64_t bits = loaded<uint64_t>(codes + first) >> done & 0x0101010101010101u * ((1u << plane) - 1);
+                bits = (bits | bits >> (8 - plane)) & 0x0001000100010001u * ((1u << 2 * plane) - 1);
+                bits = (bits | bits >> (16 - 2 * plane)) & 0x0000000100000001u * ((1u << 4 * plane) - 1);
+                bits |= bits >> (32 - 4 * plane);
+                std::memcpy(planes, &bits, plane);
             }
             done += plane;
         }
