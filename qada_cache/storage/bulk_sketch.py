@@ -120,8 +120,9 @@ class BulkSketch(Versioned):
         )
         most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 8 * CODED_AT_ONCE
         step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
-        # Of few tokens, whatever segments have them.
-        together = newest is not None and older <= known and length - known <= step
+        # Of few tokens, whatever segments have them; of a prompt closed ones first, as those of a stored one are.
+        few = max(1, step // SEGMENT_TOKENS // 4) * SEGMENT_TOKENS
+        together = newest is not None and older <= known and length - known <= few
         for start, stop in [*((start, min(start + step, last)) for start in range(first, last, step)), (last, length)]:
             if newest is None or start < older:
                 # Tokens on their way to the host are not brought back.
