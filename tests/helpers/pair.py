@@ -185,7 +185,7 @@ class Pair:
                 bulk = slice(store.sinks, store.sinks + length)
                 keys, values = (tokens[row][:, bulk] for tokens in (self.reference.keys, self.reference.values))
                 if keys.device == store.near_keys.device:
-                    made = {name: part[0] for name, part in known.code_keys(keys[None]).items()}
+                    made = {name: part[0] for name, part in known.code_keys(keys[None].to(known.dtype)).items()}
                 else:
                     made = quantize_segments(keys, energies, known.layout)
                 made |= average_channels(made, known.layout, length)
