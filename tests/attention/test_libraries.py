@@ -192,6 +192,8 @@ def test_not_on_a_gpu(begun: list[list[Path]]) -> None:
 
 
 def test_no_thread_without_a_compiler(ahead: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read(make(), FEWEST)  # what a prompt itself waits for is there: no thread of another test's would build it
+    monkeypatch.setattr(building, "_builds", building._Builds())
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     started = []
