@@ -6,13 +6,12 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import latent_parallel_scene as scene
 import torch
-from ranks import report
+from ranks import refusal, report
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -25,15 +24,6 @@ folder, *kinds = sys.argv[1:]
 rank = int(os.environ["RANK"])
 os.environ["QADA_HOME"] = str(Path(folder, f"home-{rank}"))  # as on hosts of their own
 found = {}
-
-
-def refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except NotImplementedError as error:
-        return str(error)
-    return ""
-
 
 for kind in kinds:
     settings = DistributedConfig(tp_plan="auto")

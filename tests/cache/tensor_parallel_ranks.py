@@ -12,7 +12,7 @@ from unittest import mock
 
 import needle
 import torch
-from ranks import report
+from ranks import refusal, report
 from tensor_parallel_scene import NEW, SIZES, TOKENS, found_by, heads_table, text
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.distributed import DistributedConfig
@@ -30,15 +30,6 @@ model = AutoModelForCausalLM.from_pretrained(
     needle.FOLDER, distributed_config=DistributedConfig(tp_plan="auto"), dtype=torch.float32
 )
 found = {}
-
-
-def refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except NotImplementedError as error:
-        return str(error)
-    return ""
-
 
 found["dynamic"] = model.generate(text(), **pass_cache(DynamicCache(config=model.config)), **TOKENS)[0, -NEW:].tolist()
 found["exact"] = found_by(model, gather=True, threshold=1.0, moments="current")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,12 @@ def torchrun(script: Path, folder: Path, *arguments: str | Path, ranks: int = 2,
 def report(folder: str | Path, found: Any) -> None:
     """Write what this rank found; two that print would write into each other's lines."""
     Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What a call that is not supported says; empty, if it is."""
+    try:
+        call()
+    except NotImplementedError as error:
+        return str(error)
+    return ""
