@@ -4,6 +4,7 @@ import ctypes
 import functools
 import re
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def parse_headers_once(patch: pytest.MonkeyPatch, folder: Path) -> None:
     if (found := compiler()) is None:
         return
     command, run = [found, *building.FLAGS], building.run_command
+    first = threading.Lock()  # a prompt's own build, and those in the background: the other waits for the header
 
     @functools.cache
     def parse() -> list[str]:
@@ -78,8 +80,11 @@ def parse_headers_once(patch: pytest.MonkeyPatch, folder: Path) -> None:
         return ["-include", str(header)]
 
     def run_with(asked: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        usual = asked[: len(command)] == command
-        return run([*command, *parse(), *asked[len(command) :]] if usual else asked, **options)
+        if asked[: len(command)] == command:
+            with first:
+                parsed = parse()
+            asked = [*command, *parsed, *asked[len(command) :]]
+        return run(asked, **options)
 
     patch.setattr(building, "run_command", run_with)
 
