@@ -192,10 +192,10 @@ tables/alone/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 
 # On a processor with AMX.
 tables/amx/first_token-smollm2-cpu.csv:
-	$(EVAL).latency prompt --model smollm2 --tokens 4096 7000 --prefill 12 --rounds 3 $(OUT)
+	$(EVAL).latency prompt --model smollm2 --tokens 4096 7000 --rounds 3 $(OUT)
 
 tables/amx/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
-	$(EVAL).latency prompt --model $(QWEN) --tokens 4096 16384 --prefill 12 --rounds 1 $(OUT)
+	$(EVAL).latency prompt --model $(QWEN) --tokens 4096 16384 --rounds 1 $(OUT)
 
 tables/amx/prompt_rate.csv:
 	$(EVAL).prompts rate --tokens 8192 16384 --dims 64 128 --rounds 2 $(OUT)

@@ -75,9 +75,9 @@ def check_selects(model: PreTrainedModel, prompt: Tensor) -> None:
     if not _read(model, prompt[:, :fewest], cache)[2].prompt_pairs:
         raise ValueError(
             f"--prefill: prompts of this {model.config.model_type} model in {model.dtype} are read exactly here, as "
-            "selection needs a CPU with AVX2 and FMA or NEON, a compiler, bfloat16 or float32, or a GPU of capability "
-            f"8.0, Triton, 16-bit numbers and heads of up to {MAX_DIM} channels; sdpa attention over all tokens "
-            "without sinks or soft cap, and kernels other than torch's: leave out --prefill"
+            "selection needs a CPU with AVX2 and FMA or NEON, a compiler, float32 or, without AMX, bfloat16, or a GPU "
+            f"of capability 8.0, Triton, 16-bit numbers and heads of up to {MAX_DIM} channels; sdpa attention over all "
+            "tokens without sinks or soft cap, and kernels other than torch's: leave out --prefill"
         )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 SEGMENT = 64  # keys that are coded together
+BLOCK = 66  # queries that read together
 TILE = 256  # keys between two looks at what is met
 
 
@@ -42,14 +43,12 @@ def selected_prompt(
     least: int,
     levels: int,
     words: int,
-    together: int,
 ) -> tuple[Tensor, list[float]]:
     """One query head `[tokens, dim]` over its keys and values, and the share of far pairs that each block reads.
 
-    `together` queries, a block, see sinks and windows, both rounded up to whole segments, exactly. Of the others, from
-    the newest on, a key is read that any query gives theta times an even share of what it has met: sinks, windows, and
-    whole tiles of 256 keys before the key's own. Queries with fewer than `least` far keys and the last `window` ones
-    read all.
+    Queries of a block see sinks and windows, both rounded up to whole segments, exactly. Of the others, from the newest
+    on, a key is read that any query gives theta times an even share of what it has met: sinks, windows, and whole tiles
+    of 256 keys before the key's own. Queries with fewer than `least` far keys and the last `window` ones read all.
     """
     tokens, turn = len(query), hadamard(query.shape[1])
     dtype, (query, key, value) = key.dtype, (each.double() for each in (query, key, value))
@@ -57,8 +56,8 @@ def selected_prompt(
     begin = first + least + back
     scores = (scaling * query @ key.T).masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), -math.inf)
     out, shares = scores.softmax(-1) @ value, []
-    for start in range(begin, tokens - window, together):
-        stop = min(start + together, tokens - window)
+    for start in range(begin, tokens - window, BLOCK):
+        stop = min(start + BLOCK, tokens - window)
         far = range(first, (start - back) // SEGMENT * SEGMENT)
         q = query[start:stop]
         keys, values = key[far.start : far.stop], value[far.start : far.stop]

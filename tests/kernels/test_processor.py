@@ -49,7 +49,7 @@ def test_what_torch_is_limited_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("given", [True, False])
 def test_tiles_are_asked_for(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system may keep them from a process that its processor has them for."""
-    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx2 fma avx512_bf16 amx_tile amx_bf16 amx_int8\n")
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx2 fma avx512_bf16 amx_tile amx_bf16\n")
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
     asked: list[tuple[int, ...]] = []

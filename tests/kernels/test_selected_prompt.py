@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compilers import instructions, needs_compiler, needs_vectors  # noqa: F401 - a fixture
+from compilers import SETS, instructions, needs_compiler, needs_vectors  # noqa: F401 - a fixture
 from harness import Inputs, new_layer
 from models import exact, forced, tiny
 from models import prompt as words
@@ -31,6 +31,8 @@ THETA = 60.0  # at which some far keys are read, and some are not
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt, "MIN_TOKENS", 1)
     monkeypatch.setattr(selected_prompt, "FAR", LEAST)
+    found = prompt.read_instructions() - {"amx_tile"}  # by which nothing is selected
+    monkeypatch.setattr(prompt, "read_instructions", lambda: found)
 
 
 def tensors(tokens: int, dim: int, value_dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -60,7 +62,7 @@ def by_reference(call: list[Tensor], **options: Any) -> tuple[Tensor, list[float
     query, key, value = (each[0] for each in call)
     kernel = selected_prompt.build_selecting(key.shape[2], value.shape[2], key.dtype)
     assert kernel is not None
-    told |= {"levels": kernel.code_levels(), "words": kernel.code_words(), "together": kernel.block_queries()}
+    told |= {"levels": kernel.code_levels(), "words": kernel.code_words()}
     found = [reference(query=query[head], key=key[head // 2], value=value[head // 2], **told) for head in range(4)]
     return torch.stack([out for out, _ in found])[None], [share for _, shares in found for share in shares]
 
@@ -139,7 +141,7 @@ def test_what_is_lost_without_an_estimate_and_with_it() -> None:
 
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("instructions", ["tiles", "newest", "least"], indirect=True)
+@pytest.mark.parametrize("instructions", ["newest", "least"], indirect=True)
 def test_a_low_threshold_reads_everything(dtype: torch.dtype) -> None:
     call = tensors(900, 64, 64, dtype)
     out, _ = attend(call, threshold=1e-9)
@@ -148,12 +150,7 @@ def test_a_low_threshold_reads_everything(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, full, rtol=torch.finfo(dtype).eps * 2, atol={torch.bfloat16: 2e-2}.get(dtype, 1e-5))
 
 
-@pytest.mark.usefixtures("instructions")
-@pytest.mark.parametrize(
-    ("dim", "value_dim", "instructions"),
-    [(64, 64, "newest"), (64, 64, "tiles"), (128, 128, "tiles"), (80, 48, "tiles")],
-    indirect=["instructions"],
-)
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (128, 128), (80, 48)])
 def test_bfloat16_is_as_near_as_its_rounding(dim: int, value_dim: int) -> None:
     call = tensors(1001, dim, value_dim, torch.bfloat16)
     wanted, _ = by_reference(call)
@@ -161,6 +158,16 @@ def test_bfloat16_is_as_near_as_its_rounding(dim: int, value_dim: int) -> None:
     full = torch.empty_like(wanted, dtype=torch.bfloat16)
     prompt.prompt_attention(*call, scaling=0.2, causal=True, out=full)
     assert off.mean() < 0.25 * (full - wanted).abs().mean()
+
+
+def test_by_tiles_nothing_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read a key in the time that it takes to estimate it; float32 they do not multiply."""
+    calls = {dtype: tensors(300, 64, 64, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    for name, selects in (("newest", True), ("tiles", False)):
+        monkeypatch.setattr(prompt, "read_instructions", lambda name=name: SETS[name])
+        assert selected_prompt.serves_sizes(64, torch.float32)
+        assert selected_prompt.serves_sizes(64, torch.bfloat16) is selects
+    assert not selected_prompt.serves(calls[torch.bfloat16][0], calls[torch.bfloat16][2])
 
 
 def test_no_query_is_told_of_later_tokens() -> None:

@@ -5,7 +5,7 @@
 //   vectors of a sum, VECTORS        4 of 32    2 of 16                     4 of 32
 //   words of bfloat16   pairs (BF16), floats    floats                      pairs (BF16), floats
 //   LEVELS of codes     127 (VNNI), 63          127 (AVX-VNNI), 63          127
-//   tiles of words      pairs, codes (AMX)
+//   tiles of words      pairs (AMX)
 //
 // Which ones the compiler is told of decides; `prompt.py` tells it. NUMBER is uint16_t for bfloat16, or float. Vectors
 // are the compilers' own extension (GCC, Clang), so that what is not in those files is of no processor.
@@ -32,7 +32,7 @@ constexpr int LANES = 16, VECTORS = 4;
 #if defined(__AVX512BF16__)
 #define MULTIPLIES_PAIRS 1
 #endif
-#if defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__)
 #define MULTIPLIES_TILES 1
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)

@@ -24,13 +24,14 @@ X86 = Kind(
     {
         "avx512f": "-mno-avx512f", "avx512bw": "-mno-avx512bw", "avx512dq": "-mno-avx512dq",
         "avx512_vnni": "-mno-avx512vnni", "avx512_bf16": "-U__AVX512BF16__", "avx_vnni": "-U__AVXVNNI__",
-        "amx_tile": "-U__AMX_TILE__", "amx_bf16": "-U__AMX_BF16__", "amx_int8": "-U__AMX_INT8__",
+        "amx_tile": "-U__AMX_TILE__", "amx_bf16": "-U__AMX_BF16__",
     },
 )  # fmt: skip
 ARM = Kind(
     frozenset({"asimd"}),
     {"asimddp": "-U__ARM_FEATURE_DOTPROD", "bf16": "-U__ARM_FEATURE_BF16_VECTOR_ARITHMETIC"},
 )
+MULTIPLIES_TILES = frozenset({"avx512_bf16", "amx_tile", "amx_bf16"})  # of bfloat16, as operations.h has it
 BEYOND_AVX2 = "avx512", "avx_", "amx"
 CPUINFO = Path("/proc/cpuinfo")
 # Linux gives a process tiles when it asks for them: the system call, and its arguments.

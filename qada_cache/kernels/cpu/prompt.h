@@ -113,8 +113,7 @@ INLINED void multiply(const void* rows, int stride, const void* matrix, int widt
 INLINED void score(const uint32_t (*query)[WORDS], const uint32_t* keys, float (*scores)[TILE]) {
     if constexpr (TILED) {
         for (int column = 0; column < CHUNK; column += 2 * SIDE)
-            multiply_by_tiles<false, 2>(query, WORDS, keys + column, CHUNK, WORDS, nullptr, 0, scores[0] + column,
-                                        TILE);
+            multiply_by_tiles<2>(query, WORDS, keys + column, CHUNK, WORDS, nullptr, 0, scores[0] + column, TILE);
     } else
         for (int first = 0; first < WORDS; first += SUMMED) {
             Singles sums[ROWS][VECTORS];
@@ -159,8 +158,8 @@ INLINED float weigh(Strip& strip, int q, float* scores, int columns, int64_t vis
 // summed by themselves.
 INLINED void add(Strip& strip, const float* kept, const Packed (*weights)[TILE], const uint32_t* values, int columns) {
     const auto multiply_sums = [&](auto width, int first) {
-        multiply_by_tiles<false, width>(weights, TILE / IN_WORD, values + first, VALUE_DIM, columns / IN_WORD,
-                                        strip.sums[0] + first, VALUE_DIM, strip.sums[0] + first, VALUE_DIM);
+        multiply_by_tiles<width>(weights, TILE / IN_WORD, values + first, VALUE_DIM, columns / IN_WORD,
+                                 strip.sums[0] + first, VALUE_DIM, strip.sums[0] + first, VALUE_DIM);
     };
     if constexpr (TILED) {
         for (int q = 0; q < STRIP; q++)

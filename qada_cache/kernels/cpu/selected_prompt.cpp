@@ -22,7 +22,7 @@ INLINED void add_codes(Singles (*sums)[AT_ONCE], const uint32_t (*queries)[CODE_
     Words columns[AT_ONCE][COUNT];
     UNROLLED for (int c = 0; c < AT_ONCE; c++) UNROLLED for (int word = 0; word < COUNT; word++) columns[c][word] =
         loaded<Words>(codes + word * SEGMENT + c * LANES);
-    UNROLLED for (int q = 0; q < ROWS; q++) {
+    UNROLLED for (int q = 0; q < STRIP; q++) {
         Words row[COUNT];
         UNROLLED for (int word = 0; word < COUNT; word++) row[word] = Words{} + queries[q][word];
         UNROLLED for (int c = 0; c < AT_ONCE; c++) sums[q][c] = added_codes<COUNT>(sums[q][c], row, columns[c]);
@@ -33,38 +33,24 @@ INLINED void add_codes(Singles (*sums)[AT_ONCE], const uint32_t (*queries)[CODE_
 // reach the cut, to `asked`.
 INLINED void estimate(Block& block, int strip, const Call& call, int64_t segment, int first, Marks* asked) {
     const uint32_t* codes = call.codes + segment * CODE_WORDS * SEGMENT + first;
-    const int32_t* corrections = call.corrections + segment * SEGMENT + first;
-    const uint32_t (*queries)[CODE_WORDS] = block.query_codes + strip * STRIP;
-    float (*scores)[SEGMENT] = block.scores + strip * STRIP;
-    const auto take = [&](int q, int c, Integers sum, Singles step) {
-        const int query = strip * STRIP + q;
-        const Singles score =
-            fused(to_singles(sum) * step, all(block.query_steps[query]), all(block.centred[query][segment % CHUNK]));
-        asked[c] |= at_least(score, all(block.cut[query]));
-        store(scores[q] + first + c * LANES, score);
-    };
-    const float* steps = call.steps + segment * SEGMENT + first;
-    if constexpr (TILED) {
-        for (int key = 0; key < SEGMENT; key += 2 * SIDE)
-            multiply_by_tiles<true, 2>(queries, CODE_WORDS, codes + key, SEGMENT, CODE_WORDS, corrections + key, 0,
-                                       scores[0] + key, SEGMENT);
-        for (int c = 0; c < PARTS; c++)
-            for (int q = 0; q < STRIP; q++)
-                take(q, c, loaded<Integers>(scores[q] + c * LANES), loaded<Singles>(steps + c * LANES));
-    } else {
-        Singles sums[ROWS][AT_ONCE];  // integers
-        UNROLLED for (int c = 0; c < AT_ONCE; c++) {
-            const Singles correction = loaded<Singles>(corrections + c * LANES);
-            UNROLLED for (int q = 0; q < ROWS; q++) sums[q][c] = correction;
-        }
-        constexpr int REST = CODE_WORDS % TOGETHER, WHOLE = CODE_WORDS - REST;
-        const auto from = [&](int word) { return (const uint32_t (*)[CODE_WORDS])(queries[0] + word); };
-        for (int word = 0; word < WHOLE; word += TOGETHER)
-            add_codes<TOGETHER>(sums, from(word), codes + word * SEGMENT);
-        if constexpr (REST > 0) add_codes<REST>(sums, from(WHOLE), codes + WHOLE * SEGMENT);
-        UNROLLED for (int c = 0; c < AT_ONCE; c++) {
-            const Singles step = loaded<Singles>(steps + c * LANES);
-            UNROLLED for (int q = 0; q < ROWS; q++) take(q, c, (Integers)sums[q][c], step);
+    Singles sums[STRIP][AT_ONCE];  // integers
+    UNROLLED for (int c = 0; c < AT_ONCE; c++) {
+        const Singles correction = loaded<Singles>(call.corrections + segment * SEGMENT + first + c * LANES);
+        UNROLLED for (int q = 0; q < STRIP; q++) sums[q][c] = correction;
+    }
+    constexpr int REST = CODE_WORDS % TOGETHER, WHOLE = CODE_WORDS - REST;
+    const uint32_t* query = block.query_codes[strip * STRIP];
+    const auto from = [&](int word) { return (const uint32_t (*)[CODE_WORDS])(query + word); };
+    for (int word = 0; word < WHOLE; word += TOGETHER) add_codes<TOGETHER>(sums, from(word), codes + word * SEGMENT);
+    if constexpr (REST > 0) add_codes<REST>(sums, from(WHOLE), codes + WHOLE * SEGMENT);
+    UNROLLED for (int c = 0; c < AT_ONCE; c++) {
+        const Singles step = loaded<Singles>(call.steps + segment * SEGMENT + first + c * LANES);
+        UNROLLED for (int q = 0; q < STRIP; q++) {
+            const int query = strip * STRIP + q;
+            const Singles score = fused(to_singles((Integers)sums[q][c]) * step, all(block.query_steps[query]),
+                                        all(block.centred[query][segment % CHUNK]));
+            asked[c] |= at_least(score, all(block.cut[query]));
+            store(block.scores[query] + first + c * LANES, score);
         }
     }
 }
@@ -193,14 +179,10 @@ void attend(const Call& call) {
     for (Block& block : room) block.chosen.reserve(call.tokens);  // nothing may be thrown in a thread
     pack(call.key, call.key_token, call.value, call.value_token, call.tokens, chunks, call.threads, keys.get(),
          values.get());
-#pragma omp parallel num_threads(call.threads)
-    {
-        const Tiles tiles;
-        // The last ones first: they see most.
-#pragma omp for schedule(dynamic)
-        for (int64_t each = blocks * call.group - 1; each >= 0; each--)
-            attend(room[omp_get_thread_num()], call, each % call.group, each / call.group, keys.get(), values.get());
-    }
+    // The last ones first: they see most.
+#pragma omp parallel for num_threads(call.threads) schedule(dynamic)
+    for (int64_t each = blocks * call.group - 1; each >= 0; each--)
+        attend(room[omp_get_thread_num()], call, each % call.group, each / call.group, keys.get(), values.get());
 }
 
 }  // namespace
@@ -208,11 +190,9 @@ void attend(const Call& call) {
 // As in prompt.cpp.
 extern "C" int64_t call_size() { return sizeof(Call); }
 
-// How codes are to be given, and how many queries read together.
-extern "C" int block_queries() { return BLOCK; }
+// How codes are to be given.
 extern "C" int code_levels() { return LEVELS; }
 extern "C" int code_zero() { return ZERO; }
-extern "C" int code_rows() { return CODE_WORDS; }
 extern "C" int code_words() { return QUERY_SIGNED ? 1 : TOGETHER; }  // whose products are to have a sum of 16 bits
 
 extern "C" int prompt_attention(const Call* call) try {

@@ -25,9 +25,11 @@ from ...sketch import rotate
 from ...sketch.coded import find_block
 from . import prompt
 from .addresses import find_address
+from .processor import MULTIPLIES_TILES
 
 SOURCE = Path(__file__).with_name("selected_prompt.cpp")
 SEGMENT = 64  # keys that share a centre, as many as a chunk of prompt.h
+BLOCK = 66  # queries that read together, a multiple of a strip of prompt.h
 MOST_SUM = 2**15 - 1
 FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
 
@@ -48,12 +50,18 @@ class Call(ctypes.Structure):
 def serves(query: Tensor, value: Tensor) -> bool:
     """Whether `selected_attention` computes a call that `prompt.serves` admits, its build included."""
     dim = query.shape[3]
-    return dim % 4 == 0 and build_selecting(dim, value.shape[3], query.dtype) is not None
+    return serves_sizes(dim, query.dtype) and build_selecting(dim, value.shape[3], query.dtype) is not None
+
+
+def serves_sizes(dim: int, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for keys of so many channels, where selecting them pays: by tiles of AMX a key is read
+    in the time that it takes to estimate it."""
+    return dim % 4 == 0 and not (dtype == torch.bfloat16 and prompt.read_instructions() >= MULTIPLIES_TILES)
 
 
 def define_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
-    ours = {"SEGMENT": SEGMENT, "ROTATED": find_block(dim)}
+    ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "ROTATED": find_block(dim)}
     return *prompt.define(dim, value_dim, dtype), *(f"-D{name}={value}" for name, value in ours.items())
 
 
@@ -142,17 +150,15 @@ def _attend_to_head(
     queries, (tokens, dim), value_dim = query.shape[1], key.shape, value.shape[1]
     kernel = build_selecting(dim, value_dim, key.dtype)
     assert kernel is not None
-    together = kernel.block_queries()
-    starts = torch.arange(start, start + queries, together, dtype=torch.int64, device="cpu")
+    starts = torch.arange(start, start + queries, BLOCK, dtype=torch.int64, device="cpu")
     counts = (starts - window + 1) // SEGMENT - first // SEGMENT  # far segments of each block
     far = slice(first, first + int(counts[-1]) * SEGMENT)
     keys, values = (part[far].unflatten(0, (-1, SEGMENT)).float() for part in (key, value))
     centres = keys.mean(dim=1).to(key.dtype)
     codes, steps = _round(keys - centres.float().unsqueeze(1), kernel.code_levels(), kernel.code_words())
-    words = codes.to(torch.int8).view(torch.int32).transpose(1, 2)
-    words = functional.pad(words, (0, 0, 0, kernel.code_rows() - words.shape[1])).contiguous()
+    words = codes.to(torch.int8).view(torch.int32).transpose(1, 2).contiguous()
     corrections = (-kernel.code_zero() * codes.sum(dim=-1)).to(torch.int32)
-    far_pairs = query.shape[0] * int((counts * SEGMENT * (start + queries - starts).clamp_max(together)).sum())
+    far_pairs = query.shape[0] * int((counts * SEGMENT * (start + queries - starts).clamp_max(BLOCK)).sum())
     means, covariances = _average(keys, values, counts)
     read, segments, blocks, both = torch.zeros_like(counts[0]), len(keys), len(counts), means.shape[1]
     addresses = (
@@ -161,7 +167,7 @@ def _attend_to_head(
         find_address("value", value, key.dtype, (tokens, value_dim), packed=1),
         find_address("out", out, prompt.OUT, (*query.shape[:2], value_dim), packed=1),
         find_address("centres", centres, key.dtype, (segments, dim)),
-        find_address("codes", words, torch.int32, (segments, kernel.code_rows(), SEGMENT)),
+        find_address("codes", words, torch.int32, (segments, dim // 4, SEGMENT)),
         find_address("corrections", corrections, torch.int32, (segments, SEGMENT)),
         find_address("steps", steps, torch.float32, (segments, SEGMENT)),
         find_address("means", means, torch.float32, (blocks, both)),

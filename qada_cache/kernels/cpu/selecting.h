@@ -5,20 +5,19 @@
 
 #include <vector>
 
+#undef __AMX_TILE__  // by tiles nothing is selected (`serves_sizes` of selected_prompt.py)
 #include "prompt.h"
 
 namespace {
 
-// `selected_prompt.py` defines SEGMENT and ROTATED, the channels that are rotated together.
-static_assert(SEGMENT % CHUNK == 0 && SEGMENT % (2 * SIDE) == 0);
-constexpr int BLOCK = 66 / STRIP * STRIP;  // queries that read together
+// `selected_prompt.py` defines SEGMENT, BLOCK, and ROTATED, the channels that are rotated together.
+static_assert(SEGMENT % CHUNK == 0 && BLOCK % STRIP == 0);
 using Code = std::conditional_t<QUERY_SIGNED, int8_t, uint8_t>;  // of a query
 constexpr int ZERO = QUERY_SIGNED ? 0 : LEVELS;
 constexpr int STRIPS = BLOCK / STRIP;
-constexpr int CODE_WORDS = round_to_tiles(DIM / 4);  // zeros behind
+constexpr int CODE_WORDS = DIM / 4;
 constexpr int PARTS = SEGMENT / LANES;  // vectors of a segment's keys
-// Those whose scores are estimated at once: as registers hold, or all.
-constexpr int AT_ONCE = TILED ? PARTS : TOGETHER == 1 ? VECTORS : 1;
+constexpr int AT_ONCE = TOGETHER == 1 ? VECTORS : 1;  // vectors of keys whose scores are estimated, as registers hold
 constexpr int WIDTH = (DIM + VALUE_DIM + 15) / 16 * 16;  // of covariances: zeros behind
 constexpr float FLAT = 1e-6;  // a variance of scores below is rounding, and values follow nothing
 constexpr float MOST = 100;  // a key of a score beyond is always read
@@ -92,12 +91,10 @@ void regress(Block& block, int strip, const float (*states)[DIM], const float* m
     constexpr int SLAB = find_slab(WIDTH / LANES);
     alignas(64) float along[STRIP][WIDTH];
     for (int first = 0; first < WIDTH; first += SLAB * LANES) {
-        for (int row = 0; row < STRIP; row += ROWS) {
-            Singles sums[ROWS][SLAB];
-            multiply<SLAB, false>(states[row], DIM, covariances + first, WIDTH, DIM, sums);
-            UNROLLED for (int q = 0; q < ROWS; q++) UNROLLED for (int c = 0; c < SLAB; c++)
-                store(along[row + q] + first + c * LANES, sums[q][c]);
-        }
+        Singles sums[STRIP][SLAB];
+        multiply<SLAB, false>(states[0], DIM, covariances + first, WIDTH, DIM, sums);
+        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++)
+            store(along[q] + first + c * LANES, sums[q][c]);
     }
     for (int q = 0; q < STRIP; q++) {
         float variance = 0, score = 0;

@@ -1,4 +1,4 @@
-// Products of matrices by AMX, for operations.h: of words of pairs of bfloat16, or of four bytes.
+// Products of matrices by AMX, for operations.h: of words of pairs of bfloat16.
 //
 // A tile has 16 rows of 16 words. Four of the eight there are have sums, of two tiles of rows and two of columns, so
 // that each tile that is loaded meets two others.
@@ -37,15 +37,14 @@ template <int TILE>
 INLINED void clear_tile() {
     asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
 }
-template <bool BYTES, int SUM, int LEFT, int RIGHT>
+template <int SUM, int LEFT, int RIGHT>
 INLINED void multiply_tile() {
-    if (BYTES) asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
-    else asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(LEFT), "i"(RIGHT));
 }
 
 // To `to`, [2 * SIDE][COLUMNS * SIDE]: `from`, if there is any, and the products of so many words, a multiple of SIDE,
-// of as many rows, and of a matrix's. Rows are so many words apart. BYTES: a row's are from 0 on, the matrix's signed.
-template <bool BYTES, int COLUMNS>
+// of as many rows, and of a matrix's. Rows are so many words apart.
+template <int COLUMNS>
 INLINED void multiply_by_tiles(const void* rows, int64_t apart, const void* matrix, int64_t width, int words,
                                const void* from, int64_t from_apart, void* to, int64_t to_apart) {
     constexpr bool BOTH = COLUMNS == 2;
@@ -62,12 +61,12 @@ INLINED void multiply_by_tiles(const void* rows, int64_t apart, const void* matr
     for (int word = 0; word < words; word += SIDE) {
         load_tile<4>(at(rows, word), apart);
         load_tile<6>(at(matrix, word * width), width);
-        multiply_tile<BYTES, 0, 4, 6>();
+        multiply_tile<0, 4, 6>();
         load_tile<5>(at(rows, SIDE * apart + word), apart);
-        multiply_tile<BYTES, 1, 5, 6>();
+        multiply_tile<1, 5, 6>();
         if (BOTH) {
             load_tile<7>(at(matrix, word * width + SIDE), width);
-            multiply_tile<BYTES, 2, 4, 7>(), multiply_tile<BYTES, 3, 5, 7>();
+            multiply_tile<2, 4, 7>(), multiply_tile<3, 5, 7>();
         }
     }
     store_tile<0>(to, to_apart), store_tile<1>(at(to, SIDE * to_apart), to_apart);
