@@ -40,7 +40,7 @@ test-oldest: $(OLDEST)/.installed
 
 # As a processor without AVX-512 has it: torch's kernels, ours, and what is left to torch.
 test-avx2: $(VENV)/.installed
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -m "not slow and not gpu"
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -m "not slow and not gpu"
 
 # Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side. Some six
 # minutes of a large GPU.
