@@ -13,13 +13,12 @@ import pytest
 import torch
 from models import SMALL, exact, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from qada_cache import QAdACache, restore_attention
-from qada_cache.versions import pass_cache
 
 pytestmark = pytest.mark.usefixtures("clean_tables")
 
@@ -135,37 +134,6 @@ def test_the_tables_are_as_they_were_when_no_model_is_left() -> None:
     forced(second, ids, [50, 1], exact(second, moments="current"))
     restore_attention(second)
     assert [(type(table), dict(table), dict(table._local_mapping)) for table in tables] == before
-
-
-def shared_config(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of its modules under one config, as `nn.DataParallel` makes copies."""
-    return copy.deepcopy(model, {id(model.config): model.config})
-
-
-REPLICAS = {
-    "llama": {},
-    "one layer": {"num_hidden_layers": 1},
-    "gemma3": {"family": "gemma3"},  # whose only full layer is the last
-    "one eager layer": {"num_hidden_layers": 1, "attention": "eager"},
-}
-
-
-@pytest.mark.parametrize("replicate", [copy.deepcopy, shared_config])
-@pytest.mark.parametrize("new", [1, 5, 30])
-@pytest.mark.parametrize("name", REPLICAS)
-def test_a_replica_never_reads_another_models_cache(name: str, new: int, replicate: Callable) -> None:
-    model, ids = tiny(**REPLICAS[name]), prompt(150)[0]
-    replica = replicate(model)
-    cache = exact(model, moments="current")
-    forced(model, ids[:, :100], [100], cache)
-    with pytest.raises(RuntimeError, match=r"(of|for) another model"), torch.no_grad():
-        replica(ids[:, 100 : 100 + new], **pass_cache(cache))
-    if name == "gemma3":  # a layer of transformers' own had taken the tokens in
-        with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
-            forced(model, ids[:, 100:], [50], cache)
-    else:
-        wanted = forced(model, ids, [100, 50], DynamicCache(config=model.config))[:, 100:]
-        assert (forced(model, ids[:, 100:], [50], cache) - wanted).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
