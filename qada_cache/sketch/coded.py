@@ -1,9 +1,10 @@
 """Tokens of a bulk in few bits, a record each: what the sketch leaves of the key, and the value.
 
-    R (m * (k - k_hat)) ~ a * odd        R v ~ b * odd
+    R (m * (k - k_hat)) ~ b * odd        R v ~ d * odd
 
 `k_hat` is what the sketch says of the key, `m` the square root of the query energies, `R` Hadamard blocks, `odd` odd
-integers. A score is the sketch's and `a * (R (q / m))·odd`: no key is decoded. A sum of values is turned back once.
+integers. A score is the sketch's and `scaling * b * (R (q / m))·odd`: no key is decoded. A sum of values is turned
+back once.
 """
 
 from dataclasses import dataclass
