@@ -117,28 +117,31 @@ def _spread(layout: Layout, values: tuple[float, ...], device: torch.device) -> 
 def rotate(values: Tensor, block: int = BLOCK) -> Tensor:
     """`R` of `[..., channels]`: orthonormal Hadamard blocks of `block` channels, a power of two; each its own inverse.
     By sums and differences of neighbours, then of pairs, then of fours, as all kernels compute it; on a CPU by a
-    product with several blocks at once, which takes a third of the time."""
+    product with several blocks at once, which takes a third of the time. The order of its sums depends on how many
+    vectors there are; sums of whole numbers are exact in any, so tokens are decoded to the same bits among any others.
+    """
     if values.device.type == "cpu" and values.dtype == torch.float32:
         channels = values.shape[-1]
         together = math.gcd(channels, max(block, PRODUCT_CHANNELS))
         with torch.autocast("cpu", enabled=False):  # which rounds products
-            return torch.matmul(values.unflatten(-1, (-1, together)), _make_blocks(block, together)).flatten(-2)
-    return _rotate_in_steps(values, block)
+            product = torch.matmul(values.unflatten(-1, (-1, together)), _make_blocks(block, together))
+        return product.flatten(-2).mul_(block**-0.5)
+    return _add_in_steps(values, block) * block**-0.5
 
 
 @functools.cache
 @torch.inference_mode(False)  # it may be used outside of it as well
 def _make_blocks(block: int, channels: int) -> Tensor:
-    return _rotate_in_steps(torch.eye(channels, dtype=torch.float32, device="cpu"), block)
+    return _add_in_steps(torch.eye(channels, dtype=torch.float32, device="cpu"), block)
 
 
-def _rotate_in_steps(values: Tensor, block: int) -> Tensor:
+def _add_in_steps(values: Tensor, block: int) -> Tensor:
     steps = block.bit_length() - 1
     blocks = values.unflatten(-1, (-1, *[2] * steps))
     for axis in range(-1, -steps - 1, -1):
         one, other = blocks.unbind(axis)
         blocks = torch.stack([one + other, one - other], dim=axis)
-    return blocks.flatten(-steps - 1) * block**-0.5
+    return blocks.flatten(-steps - 1)
 
 
 def find_peak(values: Tensor, axis: int) -> Tensor:

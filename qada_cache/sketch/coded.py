@@ -1,9 +1,10 @@
 """Tokens of a bulk in few bits, a record each: what the sketch leaves of the key, and the value.
 
-    R (m * (k - k_hat)) ~ a * odd        R v ~ b * odd
+    R (m * (k - k_hat)) ~ b * odd        R v ~ d * odd
 
 `k_hat` is what the sketch says of the key, `m` the square root of the query energies, `R` Hadamard blocks, `odd` odd
-integers. A score is the sketch's and `a * (R (q / m))·odd`: no key is decoded. A sum of values is turned back once.
+integers. A score is the sketch's and `scaling * b * (R (q / m))·odd`: no key is decoded. A sum of values is turned
+back once.
 """
 
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def estimate_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = N
     scales = scales.unflatten(-1, (segments, -1)) * (
         made["units"].unsqueeze(-1) if of is None else made["units"][..., of].unsqueeze(-2)
     )
-    turned = rotate(scales.unsqueeze(-1) * unpack(codes, layout))
+    turned = scales.unsqueeze(-1) * rotate(unpack(codes, layout))
     weighed = torch.nn.functional.pad(turned, (0, layout.dim - layout.coded)) / of_tokens("weights").float()
     places = of_tokens("order").long().argsort(dim=-1)  # of each channel
     return (of_tokens("centres").float() + weighed.gather(-1, places.expand_as(weighed))).flatten(-3, -2)
@@ -211,13 +212,13 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 def decode_keys(records: Tensor, predicted: Tensor, weights: Tensor, layout: RecordLayout) -> Tensor:
     """Float32 `[..., tokens, dim]`; `predicted` and `weights` as for `code_tokens`."""
-    turned = turn(_read_scales(records)[..., :1] * unpack_keys(records, layout))
+    turned = _read_scales(records)[..., :1] * turn(unpack_keys(records, layout))
     return predicted + turned / weights.unsqueeze(-2)
 
 
 def decode_values(records: Tensor, layout: RecordLayout) -> Tensor:
     """Float32 `[..., tokens, value_dim]`."""
-    return turn(_read_scales(records)[..., 1:] * unpack_values(records, layout))
+    return _read_scales(records)[..., 1:] * turn(unpack_values(records, layout))
 
 
 def score_residuals(query: Tensor, records: Tensor, weights: Tensor, layout: RecordLayout, scaling: float) -> Tensor:

@@ -14,6 +14,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one layer": {"family": "llama", "num_hidden_layers": 1},
     "last layer full": {"family": "gemma3"},
     "two layers": {"family": "llama"},
+    "one eager layer": {"family": "llama", "num_hidden_layers": 1, "attention": "eager"},
 }
 
 
@@ -22,37 +23,34 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny(**KINDS[request.param])
 
 
-@pytest.mark.parametrize("filled", [0, 60])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("when", "filled"), [("before", 0), ("after", 0), ("before", 60), ("after", 60), ("sharing the config", 60)]
+)
 @pytest.mark.parametrize("tokens", [1, 9, 30])
 def test_a_replica(when: str, filled: int, tokens: int, model: PreTrainedModel) -> None:
-    """Copied before the cache was built, its attention has the name of its own; the last cached layer has no other
-    behind it that would notice."""
+    """Copied before the cache was built, its attention has the name of its own; `nn.DataParallel` copies modules under
+    one config, under which an empty cache serves any. The last cached layer has no other behind it that would notice.
+    """
     text = prompt(90)[0]
     replica = copy.deepcopy(model)
-    cache = exact(model)
-    if when == "after":
-        replica = copy.deepcopy(model)
+    cache = exact(model, moments="current")
+    if when != "before":
+        replica = copy.deepcopy(model, {id(model.config): model.config} if when == "sharing the config" else None)
     plain = DynamicCache(config=model.config)
     if filled:
         for used in (cache, plain):
             forced(model, text[:, :filled], [filled], used)
-    with pytest.raises(RuntimeError, match="built for another model"):
-        forced(replica, text[:, filled : filled + tokens], [tokens], cache)
+    part = text[:, filled : filled + tokens]
+    with pytest.raises(RuntimeError, match=r"(of|for) another model"):
+        forced(replica, part, [tokens], cache)
     if model.config.model_type == "llama":  # whose layers all refuse before they keep anything
         assert cache.get_seq_length() == filled
-        got, wanted = (forced(model, text[:, filled : filled + tokens], [tokens], used) for used in (cache, plain))
+        got, wanted = (forced(model, part, [tokens], used) for used in (cache, plain))
         assert (got - wanted).abs().max() < 1e-3
+    else:  # a layer of transformers' own had taken the tokens in
+        with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
+            forced(model, part, [tokens], cache)
     with torch.no_grad():
         own = DynamicCache(config=model.config)
         got, wanted = (forced(each, text[:, :20], [20], copy.deepcopy(own)) for each in (replica, model))
     assert torch.equal(got, wanted)
-
-
-def test_replicas_that_share_the_config(model: PreTrainedModel) -> None:
-    """As `nn.DataParallel` makes them: with modules of their own."""
-    text, cache = prompt(90)[0], exact(model)
-    replica = copy.deepcopy(model, {id(model.config): model.config})
-    forced(model, text[:, :60], [60], cache)
-    with pytest.raises(RuntimeError, match="already holds tokens of another model"):
-        forced(replica, text[:, 60:61], [1], cache)

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import decode_scene
 import pytest
 import torch
-from decode_scene import ROWS, step_of
+from decode_scene import QUERY, ROWS, step_of
 from torch import Tensor
 
 from qada_cache.kernels import decode_reference
@@ -38,7 +37,7 @@ def plant(
 
 def flat(query: Query, rows: Rows, layer: Operands) -> dict[str, Any]:
     """What `step_of` would make it of, without what it has none of."""
-    kwargs = {"query": query.states} | {name: getattr(query, name) for name in decode_scene.QUERY}
+    kwargs = {"query": query.states} | {name: getattr(query, name) for name in QUERY}
     kwargs |= {name: getattr(rows, name) for name in ROWS} | vars(layer)
     return {name: part for name, part in kwargs.items() if part is not None and name not in ("bound", "checked_for")}
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from decode_scene import SINKS, Scene
+from decode_scene import Scene
 from record_reference import decoded, predicted
+from step_buffers import SINKS
 from torch import Tensor
 
 from qada_cache.sketch import count_closed

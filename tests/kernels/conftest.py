@@ -1,8 +1,11 @@
 """What tests of several kernels share."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from decode_scene import Scene
+from small_sketch import small_sketch
 
 
 @pytest.fixture
@@ -14,3 +17,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
     for name in ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel"):
         monkeypatch.setattr(triton_decode, name, Launched(name, found))
     return found
+
+
+@pytest.fixture
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows of few tokens have a sketch, and are split; four query heads of a group are merged at once."""
+    from steps import small_splits, triton_decode
+
+    monkeypatch.setattr(triton_decode.sizing, "PART_BYTES", 2048)
+    with small_sketch(40), small_splits(*Scene.splits):
+        yield

@@ -1,27 +1,22 @@
-"""The kernel compiled for CPUs: against float64 and in a whole cache, and what happens where it cannot be built."""
+"""The kernel compiled for CPUs: against float64, and in a whole cache."""
 
-import ctypes
-import functools
-import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compilers import compile_once, needs_compiler
+from compilers import needs_compiler
 from decode_scene import Scene, step_of
 from harness import find_kernel
+from parts import SCALING, check
 from scenarios import play, small_buffers
-from test_kernels import SCALING, check
 from torch import Tensor
 
 from qada_cache import kernels
 from qada_cache.kernels import cpu, reference
-from qada_cache.kernels.cpu import building, compiled_decode, compiler
+from qada_cache.kernels.cpu import compiled_decode
 from qada_cache.kernels.decode_reference import decode_step
 from qada_cache.key_moments.running import flatten
-from qada_cache.said_once import warn_once
 
 # Each dtype, and each way that dimensions and queries fill a block; every pair is a build.
 SIZES = [
@@ -201,122 +196,6 @@ def test_chosen_for_a_long_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_kernel(query, bulk, bulk, "gaussian") is None
     monkeypatch.setenv("QADA_KERNELS", "torch")
     assert find_kernel(query, bulk, bulk, "gaussian") is None
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As in a process that has built nothing yet; its cache folder. Kernels are built as quickly as can be."""
-    monkeypatch.setattr(building, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS))
-    monkeypatch.setattr(building, "run_command", compile_once)
-    monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
-    warn_once.cache_clear()
-    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-def without_kernel(caplog: pytest.LogCaptureFixture) -> str:
-    """What is said when torch has to serve; that it does is checked."""
-    with caplog.at_level(logging.WARNING):
-        for queries in (2, 3):
-            query, key, value = tensors(64, 64, queries, 1100, torch.float32)
-            found = kernels.partial_attention(query, key, value, scaling=SCALING)
-            check(found, query, key, value, torch.ones(1, 1, queries, 1100, dtype=torch.bool))
-    assert len(caplog.records) == 1
-    return caplog.text
-
-
-@pytest.mark.usefixtures("fresh")
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(building.sys, "platform", "linux")
-    assert "there is no C++ compiler" in without_kernel(caplog)
-
-
-@pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize(
-    ("system", "told"),
-    [
-        ("win32", "it is built on Linux, Windows' one (WSL) included, and on macOS, not on win32"),
-        ("darwin", "there is no C++ compiler (install Xcode's command line tools: xcode-select --install,"),
-    ],
-)
-def test_on_another_system(
-    system: str, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(building.sys, "platform", system)
-    monkeypatch.setattr(compiler, "XCODE", ())
-    assert told in without_kernel(caplog)
-
-
-@needs_compiler
-def test_where_no_path_goes_by_a_descriptor(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS: a copy of the kept library is loaded, built or found."""
-    load, loaded = ctypes.CDLL, []
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded.append(path) or load(path))
-    monkeypatch.setattr(building, "OF_DESCRIPTORS", None)
-    query, key, value = tensors(64, 64, 2, 1100, torch.float32)
-    expected = reference.partial_attention(query, key, value, scaling=SCALING)
-    for _ in range(2):
-        found = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        cpu.build.cache_clear()  # another process
-    assert not [path for path in loaded if path.startswith("/proc/") or Path(path).exists()]
-    assert len(loaded) == 2
-    assert len(list((fresh / "kernels").iterdir())) == 1
-
-
-@needs_compiler
-def test_a_compiler_that_fails(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    failing = tmp_path / "cc"
-    failing.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
-    failing.chmod(0o755)
-    monkeypatch.setenv("CXX", str(failing))
-    assert f"{failing} failed with no such option" in without_kernel(caplog)
-    assert not fresh.exists()
-
-
-@needs_compiler
-def test_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = tensors(64, 64, 2, 1100, torch.float32)
-    assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
-    assert len(list((fresh / "kernels").iterdir())) == 1
-    cpu.build.cache_clear()  # another process
-
-    def refuse(command: list[str], **_: Any) -> Any:
-        raise AssertionError(command)
-
-    monkeypatch.setattr(building, "run_command", refuse)
-    assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
-
-
-@needs_compiler
-def test_a_folder_that_cannot_be_written_to(fresh: Path) -> None:
-    fresh.write_text("in the way")
-    query, key, value = tensors(64, 64, 2, 1100, torch.float32)
-    assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
-
-
-@needs_compiler
-@pytest.mark.usefixtures("fresh")
-def test_a_folder_that_nothing_is_loaded_from(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on a disk that is mounted without leave to execute."""
-    load = ctypes.CDLL
-
-    def refuse(path: str) -> ctypes.CDLL:
-        if path.startswith("/proc/"):
-            raise OSError("failed to map")
-        return load(path)
-
-    monkeypatch.setattr(ctypes, "CDLL", refuse)
-    query, key, value = tensors(64, 64, 2, 1100, torch.float32)
-    assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
-    assert [record.message.endswith("will be built in every process") for record in caplog.records] == [True]
 
 
 @needs_compiler

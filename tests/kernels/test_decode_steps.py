@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from decode_scene import RAGGED, SINKS, WINDOW, Scene, step_of
+from decode_scene import Scene, step_of
 from quick_cases import mark_rest_slow
 from record_scene import RecordScene
 from small_sketch import small_sketch
 from stand_in import without_waiting
+from step_buffers import RAGGED, SINKS, WINDOW
 from steps import EVERY, OF_TRITON, ON_GPU, Path, run, small_splits, take_row
 
 from qada_cache.kernels import triton as triton_decode

@@ -11,11 +11,12 @@ from decode_scene import Scene
 from quick_cases import mark_rest_slow
 from record_scene import RecordScene
 from steps import COMPILED, run
-from test_selected_tokens import small  # noqa: F401 - a fixture
-from test_selected_tokens import test_what_is_not_finite_shows as check_what_is_not_finite
+from test_hard_selections import test_what_is_not_finite_shows as check_what_is_not_finite
 
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building, prompt
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("short_rows", "built_for")]
 
 SETS = {
     "x86_64": {
@@ -42,8 +43,6 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     cpu.build.cache_clear()
 
 
-@needs_compiler
-@pytest.mark.usefixtures("built_for")
 @pytest.mark.parametrize(
     "sizes",
     mark_rest_slow(
@@ -56,8 +55,6 @@ def test_selected_tokens(sizes: dict[str, Any]) -> None:
     assert 0.05 < run(COMPILED.values[0], scene).share < 0.7
 
 
-@needs_compiler
-@pytest.mark.usefixtures("built_for")
 @pytest.mark.parametrize("token_threshold", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("dim", "bits", "dtype", "rung"), mark_rest_slow([(80, 4, torch.bfloat16, 4), (64, 1.5, torch.float32, 8)], 1)
@@ -67,8 +64,6 @@ def test_records(dim: int, bits: float, dtype: torch.dtype, rung: int, token_thr
     run(COMPILED.values[0], scene, token_threshold=token_threshold)
 
 
-@needs_compiler
-@pytest.mark.usefixtures("built_for")
 def test_records_of_latents() -> None:
     sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 56, "shared": True}
     for selects in (True, False):
@@ -76,8 +71,6 @@ def test_records_of_latents() -> None:
         run(COMPILED.values[0], scene, token_threshold=scene.token_threshold(0.1) if selects else 0.0)
 
 
-@needs_compiler
-@pytest.mark.usefixtures("built_for")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_shows(bad: float) -> None:
     check_what_is_not_finite(COMPILED.values[0], 0, bad)

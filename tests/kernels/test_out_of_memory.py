@@ -12,11 +12,13 @@ import torch
 from compilers import needs_compiler
 from decode_scene import Scene, step_of
 from test_compiled import SCALING, check, tensors
-from test_selected_tokens import BULK, small  # noqa: F401 - a fixture
+from test_selected_tokens import BULK
 from torch import Tensor
 
 from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building, compiled_decode
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("short_rows")]
 
 ALLOCATOR = """
 #include <atomic>
@@ -58,7 +60,6 @@ def fail_after(
     return set_limit
 
 
-@needs_compiler
 def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
     """By a sketch and by whole bulks, with pending tokens; nothing is counted for a step that failed."""
     scene = Scene(bulk=BULK[Scene], group=2, bits=1.5)
@@ -85,7 +86,6 @@ def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
     assert layer.sketch_read_bytes.item() == scene.sketch_read_bytes(selected, flags)
 
 
-@needs_compiler
 def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
     query, key, value = tensors(32, 32, 2, 1100, torch.float32)  # of the same build as a step's
     kernels = cpu.build(torch.float32, 32, 32, 2)
@@ -103,7 +103,6 @@ def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> No
     check(found, query, key, value, torch.ones(1, 1, 2, 1100, dtype=torch.bool))
 
 
-@needs_compiler
 def test_threads_that_end_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server's, each of which has helpers of its own for a while: what these keep between steps goes with them."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

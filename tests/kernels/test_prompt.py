@@ -1,4 +1,4 @@
-"""The kernel for prompts: against float64 beside torch's own, and in a whole cache."""
+"""The kernel for prompts: against float64, beside torch's own."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import pytest
 import torch
 from compilers import instructions, needs_compiler, needs_vectors  # noqa: F401 - a fixture
 from harness import Inputs, new_layer
-from models import exact, forced, tiny, tiny_like
-from models import prompt as words
 from torch import Tensor
 from torch.nn import functional
-from transformers import DynamicCache
 
-from qada_cache.attention import exact as attention
 from qada_cache.attention.exact import attend_to_prompt
 from qada_cache.kernels import partial_attention
 from qada_cache.kernels.cpu import building, prompt
 from qada_cache.kernels.operands import Query
-from qada_cache.versions import pass_cache
 
 pytestmark = [needs_compiler, needs_vectors]
 
@@ -178,24 +173,6 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt._build_once.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("calls", [[300, 1], [120, 90, 90, 1], [70, 230, 1]], ids=str)
-def test_in_a_cache(calls: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, chunks and long turns: as near to float64 as with DynamicCache, and by the kernel."""
-    model = tiny("llama", head_dim=32).to(dtype)
-    ids, served = words(301)[0], []
-    original = prompt.prompt_attention
-    monkeypatch.setattr(prompt, "prompt_attention", lambda *a, **k: served.append(a[0].shape[2]) or original(*a, **k))
-    wanted = forced(tiny_like(model, torch.float64), ids, calls, DynamicCache())
-    with torch.no_grad():
-        plain = forced(model, ids, calls, DynamicCache(config=model.config))
-        assert not served
-        got = forced(model, ids, calls, exact(model))
-    assert set(calls) - {1} <= set(served)
-    own, error = (plain - wanted).abs(), (got - wanted).abs()
-    assert error.mean() <= 1.1 * own.mean()
-
-
 PADDED = {  # real tokens of a prompt of 300, by row; the first one has all
     "left": [range(300), range(90, 300), range(297, 300)],
     "right": [range(300), range(210), range(3)],
@@ -232,67 +209,6 @@ def test_padded_rows_are_read_one_by_one(side: str) -> None:
             own = (by_torch(*part, True)[..., :48] - in_float64(*part, True)[0]).abs()
             assert error.mean() <= 1.02 * own.mean()
             assert error.max() <= 1.5 * own.max()
-
-
-@pytest.mark.parametrize("side", ["left", "right", "holes"])
-def test_a_padded_batch_in_a_cache(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of real tokens, as near to float64 as with DynamicCache, by the kernel: a prompt and two more calls."""
-    model = tiny("llama", head_dim=32).bfloat16()
-    mask = torch.cat([padding(side), torch.ones(3, 80, dtype=torch.bool)], dim=1)
-    ids, served = words(380, 380, 380)[0], []
-    original = prompt.prompt_attention
-    monkeypatch.setattr(prompt, "prompt_attention", lambda *a, **k: served.append(a[0].shape[2]) or original(*a, **k))
-    calls = [300, 79, 1]
-    wanted = forced(tiny_like(model, torch.float64), ids, calls, DynamicCache(), mask)
-    with torch.no_grad():
-        plain = forced(model, ids, calls, DynamicCache(config=model.config), mask)
-        assert not served
-        got = forced(model, ids, calls, exact(model), mask)
-    assert served[:3] == [len(real) for real in PADDED[side]]
-    own, error = ((each - wanted)[mask].abs() for each in (plain, got))
-    assert got.isfinite().all()
-    assert error.mean() <= 1.1 * own.mean()
-
-
-@pytest.mark.parametrize("form", ["bool", "numbers"])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_a_mask_of_one_s_own(is_causal: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernel if it is causal, as near to float64 as with DynamicCache; by the model's own if two tokens see each
-    other."""
-    model, served = tiny("llama", head_dim=32).bfloat16(), []
-    mask = torch.ones(1, 1, 300, 300, dtype=torch.bool).tril()
-    mask[..., 280, 281] = not is_causal
-    if form == "numbers":
-        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, -torch.inf)
-    original = prompt.prompt_attention
-    monkeypatch.setattr(prompt, "prompt_attention", lambda *a, **k: served.append(a[0].shape[2]) or original(*a, **k))
-    ids = words(300)[0]
-    with torch.no_grad():
-        wanted = tiny_like(model, torch.float64)(ids, attention_mask=mask if form == "bool" else mask.double()).logits
-        plain, got = (
-            model(ids, attention_mask=mask, **pass_cache(used)).logits
-            for used in (DynamicCache(config=model.config), exact(model))
-        )
-    assert bool(served) is is_causal
-    assert (got - wanted).abs().mean() <= 1.1 * (plain - wanted).abs().mean()
-    assert torch.equal(got, plain) or is_causal
-
-
-@pytest.mark.parametrize("why", ["torch", "gradients", "eager"])
-def test_where_the_model_s_own_attention_serves(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = 1 if why == "gradients" else 2
-    model = tiny(
-        "llama", num_hidden_layers=layers, head_dim=32, attention="eager" if why == "eager" else "sdpa"
-    ).bfloat16()
-    ids = words(150)[0]
-    monkeypatch.setattr(attention.prompt, "prompt_attention", lambda *_, **__: pytest.fail("by the kernel"))
-    cache = exact(model, kernels="torch" if why == "torch" else "auto")
-    for name, weight in model.named_parameters():  # keys that have gradients are refused
-        weight.requires_grad_(why == "gradients" and "q_proj" in name and "layers.0" in name)
-    with torch.set_grad_enabled(why == "gradients"):
-        plain, ours = (model(ids, **pass_cache(used)).logits for used in (DynamicCache(config=model.config), cache))
-    assert torch.equal(ours, plain)
-    assert ours.requires_grad == (why == "gradients")
 
 
 def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:

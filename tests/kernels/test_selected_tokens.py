@@ -2,9 +2,7 @@
 every kernel."""
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,31 +11,21 @@ from decode_scene import Scene, step_of
 from quick_cases import mark_rest_slow
 from record_scene import RecordScene
 from sketch_reference import BITS
-from small_sketch import small_sketch
-from steps import COMPILED, EVERY, GPU, KERNEL, REFERENCE, Path, run, small_splits
-from torch import Tensor
+from steps import COMPILED, EVERY, KERNEL, REFERENCE, Path, run
 
-from qada_cache.kernels import cpu, decode_reference, operands
+from qada_cache.kernels import cpu, decode_reference
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.choice import choose_kernel
 from qada_cache.kernels.cpu.compiled_decode import fused_parts
-from qada_cache.kernels.operands import OperandError
-from qada_cache.sketch import Layout, coded, selection
-from qada_cache.sketch.codec import Sketch
+from qada_cache.sketch import coded
+
+pytestmark = pytest.mark.usefixtures("short_rows")
 
 BULK: dict[type[Scene], list[tuple[int, int]]] = {
     Scene: [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)],
     RecordScene: [(777, 5), (39, 1), (1153, 0)],
 }
 EACH_KIND = pytest.mark.parametrize("kind", BULK)
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rows of few tokens have a sketch, and are split; four query heads of a group are merged at once."""
-    monkeypatch.setattr(triton_decode.sizing, "PART_BYTES", 2048)
-    with small_sketch(40), small_splits(*Scene.splits):
-        yield
 
 
 SIZES = [  # of each dtype with each dimension there are cases without a sketch
@@ -171,128 +159,6 @@ def test_from_no_token_to_all(path: Path, kind: type[Scene], token_threshold: fl
     assert run(path, kind(bulk=BULK[kind], bits=2), token_threshold=token_threshold).share == expected
 
 
-@EVERY
-def test_rows_of_several_segments(path: Path) -> None:
-    """Of one to three; the last ones of 572, 640 and 300 tokens, beside a row without a sketch."""
-    bulk = [(572, 5), (511 + 129, 3), (512 + 639, 0), (30, 2), (1324, 9)]
-    scene = Scene(bulk=bulk, short=(), dim=64, value_dim=24, dtype=torch.bfloat16, bits=2)
-    for row, (tokens, _) in enumerate(bulk):  # what a segment is coded by is not what another is
-        for part in (scene.keys[row][:, 3 : 3 + tokens], scene.stored[0][row, :, :tokens]):
-            part[:, 512:] *= torch.linspace(0.5, 2, 64)
-            part[:, 512:] += torch.linspace(-1, 1, 64)
-    scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    step = run(path, scene)
-    assert len(step.selected) == 8
-    assert 0.05 < step.share < 0.7
-
-
-@EVERY
-def test_values_that_follow_keys(path: Path) -> None:
-    """What stands for tokens lies far from the mean value, which is 0, by as much as each query says."""
-    scene = Scene(bulk=[(257, 0)], short=(), bits=2)
-    keys = scene.keys[0] - scene.keys[0][:, 3:260].mean(dim=1, keepdim=True)
-    scene.values[0][:, 3:260] = scene.stored[1][0, :, :257] = keys.flip(2)[:, 3:260]
-    scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    assert run(path, scene, token_threshold=1e9).share == 0
-
-
-@EVERY
-@EACH_KIND
-def test_padding_queries(path: Path, kind: type[Scene]) -> None:
-    run(path, kind(bulk=BULK[kind], padding=(0, 3), bits=2), token_threshold=1.0)
-
-
-@EVERY
-def test_rows_alike(path: Path) -> None:
-    run(path, Scene(bulk=[(111, 3)] * 2, short=(), bits=2))
-
-
-@EVERY
-def test_one_key_that_outweighs_all(path: Path) -> None:
-    """It is read, and by a head that reads hardly anything else; so is nothing where sinks and window have it all."""
-    scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=2)
-    scene.keys[0][:, 100] = 6 * scene.query[0, :, 0]
-    scene.stored[0][0, :, 100 - 3] = scene.keys[0][:, 100]
-    scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    for tokens in run(path, scene, token_threshold=2.0).selected.values():
-        assert tokens[100 - 3]
-        assert tokens.sum() < 10
-
-
-@EVERY
-def test_the_rest_is_a_sum_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of keys that are read, estimates are far above their scores: a difference of these sums would be of rounding."""
-    monkeypatch.setattr(selection, "UNRELIABLE", torch.inf)
-    scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=1)
-    for head in range(2):
-        scene.query[0, head] *= 3
-        query = scene.query[0, head, 0]
-        heavy = query / (scene.scaling * query.square().sum()) * torch.linspace(99, 101, 50)[:, None]
-        scene.keys[0][head, 100:150] = scene.stored[0][0, head, 100 - 3 : 150 - 3] = heavy
-    scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    for head in range(2):
-        assert scene.estimates(0, head).max() > 101 + 20  # by more than 2 ** 24 times
-    for tokens in run(path, scene, token_threshold=1e-4).selected.values():
-        assert tokens.nonzero()[:, 0].tolist() == list(range(100 - 3, 150 - 3))
-
-
-@EVERY
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in Triton's interpreter
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("buffer", [0, 1])
-def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
-    """A key or value that is not a number, read or not, is in the centre, the codes, or the mean value."""
-    function, device = path
-    for token in (5, 200):
-        scene = Scene(bulk=[(257, 3)], short=(), bits=2)
-        (scene.values if buffer else scene.keys)[0][1, 3 + token, 7] = bad
-        scene.stored[buffer][0, 1, token, 7] = bad
-        scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-        out, _ = function(*step_of(**scene.step_arguments(device, 1.0, criterion="dense")))
-        assert out[0].isfinite().all(-1).flatten().tolist() == [True] * 2 + [False] * 2
-
-
-@pytest.mark.parametrize(
-    ("path", "heavy"),
-    [
-        pytest.param(*path.values, heavy, marks=path.marks, id=f"{path.id}, {heavy}")
-        for path in (REFERENCE, COMPILED, KERNEL, GPU)
-        for heavy in (("nowhere", "where sampled", "elsewhere") if path is COMPILED else ("nowhere",))
-    ],
-)
-def test_long_rows(path: Path, heavy: str) -> None:
-    """The compiled kernel drops tokens by a sample of the scores, which may mislead it, but must not its result."""
-    scene, span, sampled = Scene(bulk=[(5100, 3)], short=(), kv_heads=1, bits=2), 64, 15
-    spans = 5100 // span
-    sample = torch.zeros(5100, dtype=torch.bool)
-    for i in range(sampled):
-        first = (2 * i + 1) * spans // (2 * sampled) * span
-        sample[first : first + span] = True
-    if heavy != "nowhere":
-        marked = sample if heavy == "where sampled" else ~sample
-        for keys in (scene.keys[0][0, 3 : 3 + 5100], scene.stored[0][0, 0, :5100]):
-            keys[marked] += 0.7 * scene.query[0, :, 0].mean(dim=0)
-        scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
-    assert 0.05 < run(path, scene, token_threshold=scene.token_threshold(0.1)).share < 0.3
-
-
-@EVERY
-@pytest.mark.parametrize(
-    ("kind", "group", "group_rule"),
-    [(Scene, 1, "head"), (Scene, 4, "head"), (Scene, 3, "any"), (RecordScene, 1, "head"), (RecordScene, 4, "head")],
-)
-def test_a_sketch_that_is_too_rough(
-    path: Path, kind: type[Scene], group: int, group_rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All is read by the groups of which a long-context head has a query that is too long for it, and by no other."""
-    scene = kind(bulk=BULK[kind], group=group, dtype=torch.bfloat16, bits=2)
-    decision = {"threshold": scene.threshold(group_rule), "group_rule": group_rule}
-    cut, reliable = scene.rough_for_some(scene.flags(**{"criterion": "gaussian"} | decision))
-    monkeypatch.setattr(selection, "UNRELIABLE", cut)
-    monkeypatch.setattr(selection, "NOISE_SHARE", 0.0)
-    assert len(run(path, scene, token_threshold=1.0, **decision).selected) == reliable > 0
-
-
 @pytest.mark.parametrize("path", [KERNEL])
 @pytest.mark.parametrize(("dim", "copied", "step"), [(128, (), 32), (80, (), 4), (80, ("cpu",), 32)])
 def test_where_records_lie(
@@ -303,76 +169,3 @@ def test_where_records_lie(
     monkeypatch.setitem(coded.STRIDES, "cpu", step)
     sizes = {"dim": dim, "value_dim": dim, "dtype": torch.bfloat16, "bits": 1.5, "group": 4}
     run(path, RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, **sizes))
-
-
-def apart(tensor: Tensor) -> Tensor:
-    return torch.stack([tensor] * 2, dim=-1)[..., 0]
-
-
-# In each of the ways that a kernel would read something else, or elsewhere.
-WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
-    "codes": [Tensor.long, lambda t: t[:, :1], lambda t: t[..., :200], lambda t: t[:, :, :0], lambda t: t.to("meta")],
-    "scales": [Tensor.char, Tensor.half, lambda t: t[:, :, 1:], lambda t: t[:-1], lambda t: t.to("meta")],
-    "units": [Tensor.double, lambda t: t[:, :, :0], lambda t: t[:-1], lambda t: t.to("meta")],
-    "centres": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, :0], lambda t: t[:-1], lambda t: t.to("meta")],
-    "weights": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, :0], lambda t: t[:, :1], lambda t: t.to("meta")],
-    "order": [Tensor.int, lambda t: t[..., 1:], lambda t: t[:, :, :0], lambda t: t[:, :1], lambda t: t.to("meta")],
-    "variances": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
-    "noise": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
-    "mean_value": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
-    "slopes": [Tensor.float, lambda t: t[..., 1:], lambda t: t[:, :, 1:], lambda t: t.to("meta")],
-    "slope_units": [Tensor.double, lambda t: t[..., 1:], lambda t: t[:, :1], lambda t: t.to("meta")],
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_sketch_of_something_else_is_refused(name: str) -> None:
-    given = Scene(bulk=BULK[Scene], bits=2).step_arguments("cpu", 1.0, criterion="dense")
-    operands.check(*step_of(**given))
-    for change in (*WRONG[name], apart):
-        wrong = replace(given["sketch"], **{name: change(getattr(given["sketch"], name))})
-        with pytest.raises(OperandError, match="cannot read these tensors as those of one layer"):
-            operands.check(*step_of(**given | {"sketch": wrong}))
-
-
-@pytest.mark.parametrize("path", [COMPILED, KERNEL, GPU])
-def test_what_records_and_sketch_do_not_hold_is_refused(path: Path) -> None:
-    """By every kernel, before it reads."""
-    function, device = path
-    given = RecordScene(bulk=[(1100, 9), (900, 0)], short=(), bits=2).step_arguments(device, 1.0, criterion="dense")
-    records, sketch = given["records"], given["sketch"]
-    parts = {"codes": sketch.codes[..., :1040].clone(), "scales": sketch.scales[..., :1040].clone()}
-    shortened = replace(sketch, **parts)  # which ends in the open segment
-    for name, bad in (
-        ("units", {"sketch": replace(sketch, units=sketch.units.double())}),
-        ("records", {"records": replace(records, tensor=records.tensor[..., 1:])}),
-        ("records", {"records": replace(records, tensor=records.tensor.to("meta"))}),
-        ("open_records", {"records": replace(records, open=records.open[:, :1].clone())}),
-        ("record_weights", {"records": replace(records, weights=records.weights.double())}),
-        ("scales", {"sketch": shortened}),
-        ("bulk_lengths is 1100", {"records": replace(records, tensor=records.tensor[:, :, :500].clone())}),
-        ("bulk_lengths is 588", {"records": replace(records, open=records.open[:, :, :587].clone())}),
-        ("bulk_lengths is 588", {n: given[n][:, :, :587].clone() for n in ("bulk_keys", "bulk_values")}),
-    ):
-        with pytest.raises(OperandError, match=name):
-            function(*step_of(**given | bad))
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("deviation", [3, 4, 5, 6, 8, 12, 16])
-def test_scores_far_apart(bits: float, deviation: float) -> None:
-    """Attention that lies on few tokens is found, or all is read because the sketch cannot tell which."""
-    made = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(1, 1, 2100, 64, generator=made) for _ in range(2))
-    near = torch.zeros(1, 1, 1, 64)
-    query = deviation * torch.randn(1, 8, 1, 64, generator=made)
-    given: dict[str, Any] = {"query": query, "near_keys": near, "near_values": near, "scaling": 64**-0.5}
-    given |= {"bulk_keys": keys, "bulk_values": values, "bulk_lengths": torch.tensor([2100])}
-    given |= {"local": torch.ones(1, 1, 1, 1, dtype=torch.bool), "pending": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}
-    given |= {"decided": torch.ones(1, 1, 1, dtype=torch.bool), "bulk_tokens": torch.full((1, 1, 1), 2100)}
-    given["log_bulk"] = torch.full((1, 1, 8, 1), torch.inf)
-    given["logit_threshold"] = 0.0
-    coded = Sketch.of(keys, values, None, Layout.from_bits(64, bits))
-    calls = (step_of(**given, sketch=one, token_threshold=1.0) for one in (None, coded))
-    whole, some = (decode_reference.decode_step(*call)[0] for call in calls)
-    assert (some - whole).norm() < 0.1 * whole.norm()

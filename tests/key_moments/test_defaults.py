@@ -10,17 +10,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments import defaults
-from qada_cache.said_once import warn_once
 from qada_cache.versions import pass_cache
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and no memory of what earlier tests collected."""
-    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
-    forget(monkeypatch)
-    warn_once.cache_clear()
-    return tmp_path / "home" / "moments"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:

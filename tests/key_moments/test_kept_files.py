@@ -18,15 +18,9 @@ from qada_cache import KeyMoments, QAdACache, tuned_choice
 from qada_cache.key_moments import defaults
 from qada_cache.versions import pass_cache
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 DAY = 24 * 3600
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and no memory of what earlier tests collected."""
-    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(defaults, "_remembered", {})
-    return tmp_path / "home" / "moments"
 
 
 def train(model: PreTrainedModel) -> None:

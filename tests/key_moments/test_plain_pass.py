@@ -20,19 +20,11 @@ from torch.nn.utils import weight_norm
 from transformers import PreTrainedModel
 
 from qada_cache import KeyMoments, QAdACache
-from qada_cache.key_moments import collecting, defaults
-from qada_cache.said_once import warn_once
+from qada_cache.key_moments import collecting
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 IDS = prompt(300)[0]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and no memory of what earlier tests collected."""
-    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(defaults, "_remembered", {})
-    warn_once.cache_clear()
-    return tmp_path / "home" / "moments"
 
 
 def collect(model: PreTrainedModel, **options: Any) -> KeyMoments:

@@ -1,41 +1,29 @@
-"""Query energies: what they are, that reading them leaves nothing, and where a cache has them from."""
+"""Query energies: what they are, that reading them leaves nothing, and what files keep of them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import Inputs, make_shared
 from models import SMALL, prompt, tiny
 from torch import Tensor, nn
-from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache import KeyMoments, QAdACache
 from qada_cache.files import tensor_file
-from qada_cache.key_moments import defaults
 from qada_cache.key_moments.observing import observe_queries
-from qada_cache.models.sharding import HeadShard
-from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 IDS = prompt(333)[0]
-EVERY = StaticHeads(torch.ones(2, 4, dtype=torch.bool))
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and nothing remembered."""
-    monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
-    forget(monkeypatch)
-    return tmp_path / "home" / "moments"
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +36,6 @@ def table() -> Iterator[None]:
     assert local == before[0]
     assert {name: everywhere[name] for name in before[1]} == before[1]
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "_remembered", {})
 
 
 def gpt_neox() -> PreTrainedModel:
@@ -226,78 +210,3 @@ def test_wrong_energies_are_refused(wrong: Tensor) -> None:
     kwargs: dict[str, Any] = {"lengths": (1,), "model_type": "llama", "prompt": "custom", "tokens": 5}
     with pytest.raises(ValueError, match=r"query energies must be finite, not negative and \[2, 2, 8\]"):
         KeyMoments(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8, 8), **kwargs, query_energies=wrong)
-
-
-# -- in a cache ------------------------------------------------------------------------------------------------------
-
-
-def of(cache: QAdACache) -> Tensor | None:
-    return cache.options.query_energies
-
-
-def test_a_cache_has_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever moments it goes by itself, and none as long as none are kept: they alone are not collected."""
-    model = tiny()
-    static = {"criterion": EVERY, "moments": "current"}
-    assert of(QAdACache(model, moments="current")) is of(QAdACache(model, **static)) is None
-    kept = of(QAdACache(model))
-    assert torch.equal(kept, KeyMoments.collect(model, prompt="random-tokens", progress=False).query_energies)
-    for remembered in (True, False):
-        if not remembered:
-            forget(monkeypatch)  # another process
-        for options in ({"moments": "current"}, static, {}):
-            assert torch.equal(of(QAdACache(model, **options)), kept)
-    assert of(QAdACache(model, moments="current", token_threshold=0.0)) is None  # it would not use them
-    assert of(QAdACache(tiny(seed=1), moments="current")) is None  # other weights
-
-
-def test_a_file_is_read_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny()
-    kept = of(QAdACache(model))
-    forget(monkeypatch)
-    assert torch.equal(of(QAdACache(model, moments="current")), kept)
-    (path,) = home.iterdir()
-    path.unlink()
-    assert torch.equal(of(QAdACache(model, moments="current")), kept)
-
-
-def test_moments_without_them(tmp_path: Path) -> None:
-    """Of a file that an unseen model made, say: those that are kept."""
-    model = tiny()
-    made = KeyMoments.collect(model, prompt=IDS, progress=False)
-    kwargs = {name: value for name, value in vars(made).items() if name not in ("_placed", "query_energies")}
-    assert of(QAdACache(model, moments=KeyMoments(**kwargs))) is None
-    kept = of(QAdACache(model))
-    assert torch.equal(of(QAdACache(model, moments=KeyMoments(**kwargs))), kept)
-    assert torch.equal(of(QAdACache(model, moments=made)), made.query_energies)
-    assert not torch.equal(made.query_energies, kept)
-
-
-def test_config_finds_what_its_model_left(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the place of a file of another format, which nobody reads."""
-    tiny().save_pretrained(tmp_path / "model")
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True).eval()
-    assert of(QAdACache(config=model.config, moments="current")) is None
-    with monkeypatch.context() as older:
-        older.setattr(tensor_file, "FORMAT_VERSION", tensor_file.FORMAT_VERSION - 1)
-        QAdACache(model)
-    forget(monkeypatch)
-    assert of(QAdACache(config=model.config, moments="current")) is None
-    kept = of(QAdACache(model))
-    assert len(list(home.iterdir())) == 1
-    forget(monkeypatch)
-    for moments in ("current", "current+random-tokens"):
-        assert torch.equal(of(QAdACache(config=model.config, moments=moments)), kept)
-    assert of(QAdACache(config=tiny().config, moments="current")) is None  # of no name
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_uses_those_of_its_heads(rank: int) -> None:
-    """Of four KV heads it has two, by which its layer's sketch goes."""
-    energies = torch.rand(2, 4, 16)
-    shared = make_shared(query_energies=energies, token_threshold=1.0)
-    shared.model = replace(shared.model, shard=HeadShard(rank, 2, None, torch.device("cpu")))
-    for index in (0, 1):
-        layer = QAdALayer(shared, index)
-        layer.lazy_initialization(*Inputs()(5)[:2])
-        assert torch.equal(layer.store.sketch.energies, energies[index, 2 * rank : 2 * rank + 2])

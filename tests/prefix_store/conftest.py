@@ -1,10 +1,11 @@
-"""A model, and a store in an empty folder."""
+"""A model, a store in an empty folder, and one that keeps a text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from kept_text import TEXT, whole
 from models import tiny
 from transformers import PreTrainedModel
 
@@ -26,3 +27,10 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def store(tmp_path: Path) -> PrefixStore:
     return PrefixStore(tmp_path / "prompts")
+
+
+@pytest.fixture
+def path(store: PrefixStore, tmp_path: Path) -> Path:
+    """The folder of the store, which has kept the text."""
+    store.keep(whole(), TEXT)
+    return tmp_path / "prompts"

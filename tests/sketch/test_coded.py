@@ -86,6 +86,22 @@ def test_records_say_what_float64_reads(sizes: tuple[int, int], bits: tuple[int,
         torch.testing.assert_close(values[head].double(), true_values, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_token_is_decoded_alone_as_among_others(sizes: tuple[int, int]) -> None:
+    """To the bit: a crop decodes one or several of those that were read together."""
+    made = Coded(sizes, (5, 6))
+    keys = decode_keys(made.records, made.predicted, made.weights, made.layout)
+    values = decode_values(made.records, made.layout)
+    of_head = {name: part[:1] for name, part in made.sketch.to_tensors().items()}
+    for tokens in ([0], [511], [1099], [7, 600]):
+        own = of_head | {name: of_head[name][..., tokens] for name in codec.TOKENS}
+        said = estimate_keys(own, made.sketch.layout, of=(torch.tensor(tokens) >= 512).long())
+        records = made.records[:1, tokens]
+        alone = decode_keys(records, said, made.weights[:1], made.layout)
+        assert torch.equal(alone, keys[:1, tokens])
+        assert torch.equal(decode_values(records, made.layout), values[:1, tokens])
+
+
 @pytest.mark.parametrize("bits", [(6, 8), (4, 4)])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_scores_and_sums_without_decoding(sizes: tuple[int, int], bits: tuple[int, int]) -> None:

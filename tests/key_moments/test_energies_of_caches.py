@@ -1,0 +1,93 @@
+"""Where a cache has query energies from: its moments, or those that are kept of its model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Inputs, make_shared
+from models import prompt, tiny
+from test_defaults import forget
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache.files import tensor_file
+from qada_cache.models.sharding import HeadShard
+from qada_cache.state.layer import QAdALayer
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def of(cache: QAdACache) -> Tensor | None:
+    return cache.options.query_energies
+
+
+def test_a_cache_has_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever moments it goes by itself, and none as long as none are kept: they alone are not collected."""
+    model = tiny()
+    static = {"criterion": StaticHeads(torch.ones(2, 4, dtype=torch.bool)), "moments": "current"}
+    assert of(QAdACache(model, moments="current")) is of(QAdACache(model, **static)) is None
+    kept = of(QAdACache(model))
+    assert torch.equal(kept, KeyMoments.collect(model, prompt="random-tokens", progress=False).query_energies)
+    for remembered in (True, False):
+        if not remembered:
+            forget(monkeypatch)  # another process
+        for options in ({"moments": "current"}, static, {}):
+            assert torch.equal(of(QAdACache(model, **options)), kept)
+    assert of(QAdACache(model, moments="current", token_threshold=0.0)) is None  # it would not use them
+    assert of(QAdACache(tiny(seed=1), moments="current")) is None  # other weights
+
+
+def test_a_file_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    kept = of(QAdACache(model))
+    forget(monkeypatch)
+    assert torch.equal(of(QAdACache(model, moments="current")), kept)
+    (path,) = folder.iterdir()
+    path.unlink()
+    assert torch.equal(of(QAdACache(model, moments="current")), kept)
+
+
+def test_moments_without_them(tmp_path: Path) -> None:
+    """Of a file that an unseen model made, say: those that are kept."""
+    model = tiny()
+    made = KeyMoments.collect(model, prompt=prompt(333)[0], progress=False)
+    kwargs = {name: value for name, value in vars(made).items() if name not in ("_placed", "query_energies")}
+    assert of(QAdACache(model, moments=KeyMoments(**kwargs))) is None
+    kept = of(QAdACache(model))
+    assert torch.equal(of(QAdACache(model, moments=KeyMoments(**kwargs))), kept)
+    assert torch.equal(of(QAdACache(model, moments=made)), made.query_energies)
+    assert not torch.equal(made.query_energies, kept)
+
+
+def test_config_finds_what_its_model_left(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the place of a file of another format, which nobody reads."""
+    tiny().save_pretrained(tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True).eval()
+    assert of(QAdACache(config=model.config, moments="current")) is None
+    with monkeypatch.context() as older:
+        older.setattr(tensor_file, "FORMAT_VERSION", tensor_file.FORMAT_VERSION - 1)
+        QAdACache(model)
+    forget(monkeypatch)
+    assert of(QAdACache(config=model.config, moments="current")) is None
+    kept = of(QAdACache(model))
+    assert len(list(folder.iterdir())) == 1
+    forget(monkeypatch)
+    for moments in ("current", "current+random-tokens"):
+        assert torch.equal(of(QAdACache(config=model.config, moments=moments)), kept)
+    assert of(QAdACache(config=tiny().config, moments="current")) is None  # of no name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_uses_those_of_its_heads(rank: int) -> None:
+    """Of four KV heads it has two, by which its layer's sketch goes."""
+    energies = torch.rand(2, 4, 16)
+    shared = make_shared(query_energies=energies, token_threshold=1.0)
+    shared.model = replace(shared.model, shard=HeadShard(rank, 2, None, torch.device("cpu")))
+    for index in (0, 1):
+        layer = QAdALayer(shared, index)
+        layer.lazy_initialization(*Inputs()(5)[:2])
+        assert torch.equal(layer.store.sketch.energies, energies[index, 2 * rank : 2 * rank + 2])
