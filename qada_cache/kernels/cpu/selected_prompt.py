@@ -50,10 +50,10 @@ class Call(ctypes.Structure):
 def serves(query: Tensor, value: Tensor) -> bool:
     """Whether `selected_attention` computes a call that `prompt.serves` admits, its build included."""
     dim = query.shape[3]
-    return serves_sizes(dim, query.dtype) and build_selecting(dim, value.shape[3], query.dtype) is not None
+    return selects_sizes(dim, query.dtype) and build_selecting(dim, value.shape[3], query.dtype) is not None
 
 
-def serves_sizes(dim: int, dtype: torch.dtype) -> bool:
+def selects_sizes(dim: int, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for keys of so many channels, where selecting them pays: by tiles of AMX a key is read
     in the time that it takes to estimate it."""
     return dim % 4 == 0 and not (dtype == torch.bfloat16 and prompt.read_instructions() >= MULTIPLIES_TILES)

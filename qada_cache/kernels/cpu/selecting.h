@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#undef __AMX_TILE__  // by tiles nothing is selected (`serves_sizes` of selected_prompt.py)
+#undef __AMX_TILE__  // by tiles nothing is selected (`selects_sizes` of selected_prompt.py)
 #include "prompt.h"
 
 namespace {
