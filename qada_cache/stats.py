@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from .models.sharding import HeadShard
 from .state import Options
@@ -200,7 +200,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         kv_local_share=share("local_groups"),
         steps=max((each["steps"] for each in counted), default=0),
         decisions=max((each["decisions"] for each in counted), default=0),
-        tokens=cache.get_seq_length(),
+        tokens=cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0,
         device_layers=sum(bulk.capacity > 0 and is_on_device(layer, bulk) for layer, bulk in bulks),
         **dict(zip(held, summed, strict=True)),
         audit=_audit(counted, shard),

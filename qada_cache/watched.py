@@ -1,6 +1,5 @@
 """A DynamicCache that notices an interrupted forward pass or change: its layers then hold different tokens."""
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Hashable
@@ -18,6 +17,7 @@ from .no_tensors import NoTensors
 from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, check_crop, find_selected_rows
 from .state.linear_states import count_writes, find_written, list_states
+from .state.other_layers import copy_layer, crop_layer
 from .state.snapshots import EVERY, Snapshot, Snapshots
 from .storage.bulk import Bulk
 
@@ -41,7 +41,8 @@ class WatchedCache(NoTensors, DynamicCache):
     @_is_user_defined.setter
     def _is_user_defined(self, given: bool) -> None:
         self._given = given
-        self.get_seq_length()
+        if self._counts_tokens:
+            self.get_seq_length()
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As `DynamicCache`, and watched."""
@@ -113,9 +114,9 @@ class WatchedCache(NoTensors, DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen. Other layers than
         ours go back to a snapshot, if one was kept there; empty ones refuse any crop, and are left as they are."""
-        tokens, kept, held = check_crop(tokens_to_remove), self._shared.snapshots, self._count_tokens()
-        there = None if kept is None or not tokens else kept.find(held + tokens)
-        others = (lambda layer, _: layer.crop(tokens) if held else None) if there is None else there.restore
+        tokens, kept = check_crop(tokens_to_remove), self._shared.snapshots
+        there = None if kept is None or not tokens else kept.find(self._count_tokens() + tokens)
+        others = (lambda layer, _: crop_layer(layer, tokens)) if there is None else there.restore
         self._change("crop", lambda layer: layer.crop(tokens), others)
         if kept is not None:
             kept.forget_behind(self._count_tokens())
@@ -160,8 +161,9 @@ class WatchedCache(NoTensors, DynamicCache):
         return compute_in_pieces(compute, decoder, kwargs, sizes, held=held) if len(sizes) > 1 else None
 
     def _count_tokens(self) -> int:
-        """Logical tokens of our layers, or of the first one."""
-        return next((layer.seen for layer in self.layers if isinstance(layer, QAdALayer)), super().get_seq_length())
+        """Logical tokens of our layers, or of the first one that counts any; 0, if none does."""
+        ours = [layer.seen for layer in self.layers if isinstance(layer, QAdALayer)]
+        return ours[0] if ours else super().get_seq_length() if self._counts_tokens else 0
 
     def _begin(self, layer_idx: int, call: Hashable) -> None:
         self._enter(layer_idx, call)
@@ -246,7 +248,7 @@ class WatchedCache(NoTensors, DynamicCache):
         """Change every layer, or none; an interruption in between is noticed. The argument has been checked, and ours
         refuse nothing else. Transformers' own may (a crop behind a window): copies of them are changed first."""
         self._check_whole()
-        changed = {index: _copy(layer) for index, layer in enumerate(self.layers) if not isinstance(layer, QAdALayer)}
+        changed = {index: copy_layer(each) for index, each in enumerate(self.layers) if not isinstance(each, QAdALayer)}
         for index, layer in changed.items():
             others(layer, index)
         self._shared.progress.changing = verb
@@ -278,6 +280,11 @@ class WatchedCache(NoTensors, DynamicCache):
         return [layer.store.bulk for layer in self.layers if isinstance(layer, QAdALayer) and layer.store is not None]
 
     @functools.cached_property
+    def _counts_tokens(self) -> bool:
+        """Whether any layer does: linear ones do not."""
+        return any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
+
+    @functools.cached_property
     def _linear_layers(self) -> frozenset[int]:
         layers = enumerate(self.layers)
         return frozenset(index for index, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin))
@@ -291,10 +298,3 @@ class WatchedCache(NoTensors, DynamicCache):
             if calls and self._find_kind(index)[1] not in ("mlp", "moe"):
                 return max([index, *self._shared.model.readers])  # which are no layers of the cache
         return -1
-
-
-def _copy(layer: Any) -> Any:
-    """A copy of one of transformers' layers that shares its tensors, which their verbs replace and never write to."""
-    twin = copy.copy(layer)
-    vars(twin).update({name: dict(held) for name, held in vars(layer).items() if isinstance(held, dict)})
-    return twin

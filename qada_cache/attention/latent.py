@@ -56,15 +56,17 @@ def resolve_latent_options(options: Options, config: PreTrainedConfig, *, chosen
     """These options as layers of latents follow them. Heads decide if the criterion was `chosen`, is not "dense", and
     no indexer picks tokens; else all are read, of the criterion "dense". NotImplementedError, if the options ask for
     something else."""
-    chosen = chosen and not has_indexers(config)
+    indexed = has_indexers(config)
+    chosen = chosen and not indexed
     decides = chosen and options.criterion != "dense" and options.threshold < 1.0
     for name, allowed in (_PLAIN if chosen else _EVERYTHING).items():
         value = getattr(options, name)
         if not any(value is one or value == one for one in allowed):
             does = "selects tokens of" if decides else "reads all tokens of"
+            others = "" if indexed or name in _PLAIN else ", or criterion='gaussian', by which heads decide"
             raise NotImplementedError(
                 f"QAdACache {does} latent attention, which {config.model_type} has, and {name}={value!r} "
-                f"asks for something else: leave out {name}, or give {' or '.join(map(repr, allowed))}"
+                f"asks for something else: leave out {name}, or give {' or '.join(map(repr, allowed))}{others}"
             )
     if decides:
         return options

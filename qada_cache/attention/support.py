@@ -20,7 +20,7 @@ from ..key_moments.defaults import combine_sources, find_energies, resolve_momen
 from ..key_moments.rotation import read_rope_settings
 from ..models import attends_twice, list_sizes, read_sizes
 from ..models.latent import INDEXED, find_latent_sizes
-from ..models.sharding import find_shard
+from ..models.sharding import check_whole_config, find_shard
 from ..models.shared_keys import find_readers
 from ..names import PROMPTS
 from ..said_once import warn_once
@@ -110,6 +110,7 @@ def describe_model(
     told: dict[str, Any] = {"whole_config": config, "layers": layers, "latents": latents, "readers": readers}
     managed = ManagedModel(decoder.model_type, config=decoder, **told)
     if model is None:
+        check_whole_config(managed.whole_config)
         return managed
     shard = find_shard(model, decoder, layers)
     return replace(managed, whole_config=model.config, dtype=model.dtype, get=weakref.ref(model), shard=shard)

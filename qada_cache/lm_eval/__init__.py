@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -77,6 +77,17 @@ def make_metrics(batches: Sequence[CacheStats]) -> dict[str, Any]:
     }
 
 
+def _count_responses(tasks: Mapping[str, Any]) -> Counter[str]:
+    """How many responses of a model these tasks, by name or in groups, take, by their names."""
+    counted: Counter[str] = Counter()
+    for each in tasks.values():
+        if isinstance(each, Mapping):
+            counted += _count_responses(each)
+        for request in getattr(each, "instances", None) or ():
+            counted[request.task_name] += request.repeats
+    return counted
+
+
 _evaluate = lm_eval.evaluator.evaluate
 
 
@@ -88,8 +99,11 @@ def _evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
         return _evaluate(*args, **kwargs)
     totals.clear()
     lm.saved_tokens.clear()
+    lm.responses.clear()
     results = _evaluate(*args, **kwargs)
+    asked = _count_responses(kwargs["task_dict"] if "task_dict" in kwargs else args[1])
     gathered, saved = lm.gather_object(totals), lm.gather_object(lm.saved_tokens)
+    resumed = sum(lm.gather_object(asked - lm.responses) or (), Counter[str]())
     if results is not None:
         tuned, computed = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}, set().union(*gathered)
         for task in results["results"].keys() & computed:
@@ -100,6 +114,11 @@ def _evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
             logger.warning(
                 f"nothing was computed for {', '.join(kept)}, as lm-eval had kept all responses (use_cache): there is "
                 "nothing to report of QAdACache"
+            )
+        if parts := [f"{count} of {name}" for name, count in sorted(resumed.items()) if name in computed]:
+            logger.warning(
+                f"lm-eval had kept {', '.join(parts)} responses (use_cache): what is reported of QAdACache is of the "
+                "others alone"
             )
     return results
 
@@ -155,6 +174,7 @@ class QAdALM(HFLM):
         self.saved_tokens: Counter[str] = Counter()  # by task: of prompts, those that were stored
         # By task: statistics of its caches in this process, at the end of their batches, shares as means.
         self.cache_totals: dict[str, list[CacheStats]] = {}
+        self.responses: Counter[str] = Counter()  # by task: those that this process computed
         self._task = "none"
 
     def _run_by_task(self, name: str, requests: list[Instance], disable_tqdm: bool = False) -> list:
@@ -174,6 +194,7 @@ class QAdALM(HFLM):
                 self._task = task or "none"  # requests made by hand need not name one
                 done = getattr(super(), name)([requests[place] for place in own], disable_tqdm=disable_tqdm)
                 results.update(zip(own, done, strict=True))
+                self.responses[self._task] += len(own)
         finally:
             self._world_size = processes
         answered = {id(requests[place]): answer for place, answer in results.items()}
@@ -189,10 +210,11 @@ class QAdALM(HFLM):
     def _read_prompt(self, ids: Tensor, mask: Tensor) -> QAdACache:
         """A cache that has read the token ids `[rows, tokens]`, exactly, or holds them from the store."""
         if self.beginnings is None or not ids.shape[1]:
-            cache, saved = self._make_cache(), 0
+            cache, begun, saved = self._make_cache(), 0, 0
         else:
             cache, saved = self.beginnings.make_cache(ids, mask)
-        if (begun := cache.get_seq_length()) < ids.shape[1]:
+            begun = cache.get_seq_length()
+        if begun < ids.shape[1]:
             self._forward(cache, ids[:, begun:], mask, logits_to_keep=1)
         if self.beginnings is not None and ids.shape[1]:
             self.beginnings.keep(cache, ids, mask, saved)

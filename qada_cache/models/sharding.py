@@ -131,6 +131,13 @@ def count_processes(model: PreTrainedModel | None) -> int:
     return getattr(model, "_tp_size", None) or 1
 
 
+def check_whole_config(config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError for the config of a model that transformers split as it was loaded, which does not say
+    what is in this process."""
+    if (size := getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1) > 1:
+        _refuse(config.model_type, f"tensor parallelism over {size}, of which config= says nothing")
+
+
 def check_unsharded(size: int) -> None:
     """Raise NotImplementedError if the model of a cache is in `size` processes and not in one."""
     if size > 1:

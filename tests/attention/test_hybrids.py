@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from transformers import DynamicCache, MambaConfig, MambaForCausalLM, PreTrained
 from qada_cache import QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.stats import count_layer_bytes
-from qada_cache.versions import pass_cache
+from qada_cache.versions import CACHE, pass_cache
 
 _MAMBA = {"num_hidden_layers": 4, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 _MAMBA2 = {**_MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
@@ -224,8 +225,15 @@ def test_layers_of_attention_and_mamba_are_said_to_be_left_alone(family: str, ca
     assert "no full-attention layers" not in caplog.text
 
 
-def test_a_cache_without_attention_can_be_printed() -> None:
-    """Of a model that has nothing but linear layers; how many tokens it holds is nowhere counted."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-    cache = QAdACache(MambaForCausalLM(MambaConfig(**sizes)).eval())
+def test_a_model_without_attention() -> None:
+    """As with transformers' cache, though how many tokens ours holds is nowhere counted."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.35}
+    model, ids = MambaForCausalLM(MambaConfig(**sizes)).eval(), prompt(20)[0].clamp(max=63)
+    if CACHE not in inspect.signature(model.forward).parameters:
+        pytest.skip("this transformers has another name for this model's cache")
+    cache = QAdACache(model)
+    got, wanted = (generate(model, ids, used, tokens=6) for used in (cache, DynamicCache(config=model.config)))
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert torch.equal(logits_of(got), logits_of(wanted))
+    assert cache.stats().tokens == cache.find_last_beginning(9) == len(cache.take_snapshots()) == 0
     assert repr(cache).startswith("QAdACache(mamba, 0 of 2 layers")

@@ -42,6 +42,7 @@ for kind in kinds:
         with mock.patch.object(KeyMoments, "collect", wraps=KeyMoments.collect) as counted:
             cache = QAdACache(model, criterion="gaussian")
         own["collections"].append(counted.call_count)
+    own["config"] = refusal(lambda model=model: QAdACache(config=model.config))
     path = Path(folder, "none.safetensors")
     own["refused"] = [
         refusal(lambda cache=cache, path=path: cache.save(path)),

@@ -133,6 +133,7 @@ def test_collected_moments(kind: str, ranks: list[dict[str, Any]], folder: Path)
 def test_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "(tensor parallelism over 2, where 3 query heads have no 2 equal parts)" in rank["odd"]
-        for kind in KINDS:
+        for kind in KINDS:  # also of one whose attention is whole in every process
+            assert "(tensor parallelism over 2, of which config= says nothing)" in rank[kind]["config"]
             for message in rank[kind]["refused"]:
                 assert "each of 2 processes has a part of this cache's model" in message

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
 import torch
-from models import exact, forced, prompt, tiny
+from models import FAMILIES, exact, forced, prompt, tiny
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
+from qada_cache.versions import CACHE
 
 LONG = torch.long
 ROWS = 3
@@ -196,6 +199,28 @@ def test_a_crop_that_a_later_layer_refuses_changes_no_layer(text: Tensor) -> Non
         with pytest.raises(RuntimeError, match="does not track past states"):
             ours.crop(count)
     check_same(model, text, ours, theirs)
+
+
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba"])
+def test_linear_layers_refuse_a_crop(family: str, recording: bool, text: Tensor) -> None:
+    """Also where transformers' would take tokens out of a part of their states, and of models of nothing else."""
+    with patch.dict(FAMILIES, {"mamba": ("Mamba", {"state_size": 4})}):
+        model = tiny(family, attention="eager")
+    if CACHE not in inspect.signature(model.forward).parameters:
+        pytest.skip("this transformers has another name for this model's cache")
+    ours, theirs = exact(model), DynamicCache(config=model.config)
+    for cache in (ours, theirs):
+        forced(model, text[:, :50], [50], cache)
+        if recording:
+            cache.activate_past_recording()
+    for count in (-1, -1000):
+        with pytest.raises(RuntimeError, match=r"of linear layers, .*: reset\(\) and read the text again"):
+            ours.crop(count)
+    got, wanted = (forced(model, text[:, 50:], [9, 1], cache) for cache in (ours, theirs))
+    assert (got - wanted).abs().max() < 1e-3
+    ours.reset()
+    ours.crop(-1)
 
 
 @pytest.mark.parametrize("count", [0, -1, -1000])

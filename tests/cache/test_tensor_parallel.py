@@ -98,5 +98,6 @@ def test_refused(ranks: list[dict[str, Any]]) -> None:
         assert 'distributed_config=DistributedConfig(tp_plan="auto")' in rank["one_kv_head"]
         for name in ("save", "load"):
             assert "each of 2 processes has a part of this cache's model" in rank[name]
-        assert "its parameters are DTensors" in rank["config"]
+        assert "of which config= says nothing" in rank["config"]
         assert "built as QAdACache(model)" in rank["config"]
+        assert "its parameters are DTensors" in rank["split"]

@@ -127,6 +127,19 @@ def test_scores_far_apart_and_alike() -> None:
         torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spread", [1e10, 1e17])
+def test_scores_beyond_what_exponents_hold(spread: float, dtype: torch.dtype) -> None:
+    """Whose rounding is more than any score of a model."""
+    query, key, value = (part.clone() for part in tensors(200, 600, 64, 64, spread, dtype))
+    value /= spread**0.5
+    wanted, wanted_lse = in_float64(query, key, value, True)
+    out, lse = torch.empty(2, 4, 200, 64), torch.empty(2, 4, 200)
+    prompt.prompt_attention(query, key, value, scaling=0.2, causal=True, out=out, lse=lse)
+    assert (out - wanted).abs().max() <= 2**-8 * value.abs().max()
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=0, rtol=2e-6)
+
+
 def test_what_is_no_number_stays_so() -> None:
     query, key, value = (each.clone() for each in tensors(200, 200, 64, 64))
     query[0, 1, 50, 3] = torch.nan

@@ -30,7 +30,10 @@ def evaluate(lm: HFLM, *tasks: str, **options: Any) -> dict[str, Any]:
     """The results of the tasks, and every log-likelihood under "log_likelihoods"."""
     manager = TaskManager(include_path=HERE / "tiny_tasks", include_defaults=False, metadata={"max_seq_lengths": [600]})
     results = lm_eval.simple_evaluate(
-        lm, tasks=list(tasks or TASKS), task_manager=manager, bootstrap_iters=0, limit=4, log_samples=True, **options
+        lm,
+        tasks=list(tasks or TASKS),
+        task_manager=manager,
+        **{"bootstrap_iters": 0, "limit": 4, "log_samples": True, **options},
     )
     samples = results["samples"].get("tiny_choice", [])
     scores = [response[0][0] for sample in samples for response in sample["resps"]]

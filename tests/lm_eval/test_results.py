@@ -9,7 +9,7 @@ from typing import Any
 import needle
 import pytest
 import torch
-from test_lm_eval import evaluate, needle_lm, random_lm
+from test_lm_eval import TASKS, evaluate, needle_lm, random_lm
 
 from qada_cache import QAdACache, StaticHeads, tuned_choice
 from qada_cache.lm_eval import make_metrics, split_arguments
@@ -75,6 +75,20 @@ def test_a_run_that_computes_nothing_says_so(tmp_path: Path, caplog: pytest.LogC
     assert "cache_read_share,none" in again["tiny_choice"]
     (said,) = [record.getMessage() for record in caplog.records if "nothing was computed" in record.getMessage()]
     assert said.startswith("nothing was computed for needle, as lm-eval had kept all responses (use_cache)")
+
+
+def test_a_run_that_goes_on_says_what_it_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Some of its responses are those of the run before it, here all but those of two documents."""
+    evaluate(needle_lm(), *TASKS, limit=2, use_cache=str(tmp_path / "kept"))
+    lm = needle_lm()
+    found = evaluate(lm, *TASKS, use_cache=str(tmp_path / "kept"))
+    assert all("cache_read_share,none" in found[task] for task in TASKS)
+    (said,) = [record.getMessage() for record in caplog.records if "lm-eval had kept" in record.getMessage()]
+    kept = ", ".join(f"{lm.responses[task]} of {task}" for task in ("needle", "tiny_choice", "tiny_perplexity"))
+    assert said.startswith(f"lm-eval had kept {kept} responses (use_cache)")
+    caplog.clear()
+    evaluate(needle_lm(), *TASKS)
+    assert "lm-eval had kept" not in caplog.text
 
 
 def test_what_other_processes_computed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ constexpr int find_slab(int row, int vectors = VECTORS) {
     return row % vectors ? find_slab(row, vectors - 1) : vectors;
 }
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
+constexpr float FAR = 1 << 24;  // scores beyond are rounded as their peak is, from which they would else be far
 
 // A query as words.
 INLINED void pack_query(const Number* query, uint32_t* words) {
@@ -140,6 +141,11 @@ INLINED float weigh(Strip& strip, int q, float* scores, int columns, int64_t vis
     Singles most = loaded<Singles>(scores);
     for (int column = LANES; column < columns; column += LANES) most = larger(most, loaded<Singles>(scores + column));
     const float peak = std::max(strip.peak[q], scaling * largest(most));
+    if (std::abs(peak) > FAR) {
+        for (int column = 0; column < columns; column += LANES)
+            store(scores + column, scaling * loaded<Singles>(scores + column));
+        scaling = 1;
+    }
     const Singles scale = all(scaling), less = all(-peak);
     Singles total = {};
     for (int column = 0; column < columns; column += LANES) {

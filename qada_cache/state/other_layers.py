@@ -1,0 +1,27 @@
+"""Transformers' own layers, beside ours in a cache: what their verbs lack."""
+
+import copy
+from typing import Any
+
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+
+def copy_layer(layer: Any) -> Any:
+    """A copy of a layer that shares its tensors, which their verbs replace and never write to."""
+    twin = copy.copy(layer)
+    vars(twin).update({name: dict(held) for name, held in vars(layer).items() if isinstance(held, dict)})
+    return twin
+
+
+def crop_layer(layer: Any, tokens: int) -> None:
+    """Have a layer remove its newest `-tokens`; nothing, if it is empty. RuntimeError, if it cannot: one that records
+    what is past would take the tokens out of a part of its linear states."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        is_empty = not getattr(layer, "get_seq_length", int)()
+    elif not (is_empty := not any(layer.has_previous_state.values())) and tokens and not layer.is_croppable:
+        raise RuntimeError(
+            "crop cannot take tokens out of linear layers, whose states are of the whole text: reset() and read the "
+            "text again, or go on from a copy.deepcopy that was made before these tokens"
+        )
+    if not is_empty:
+        layer.crop(tokens)
