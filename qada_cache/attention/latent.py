@@ -41,7 +41,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "cuda_graph": (None, False),
 }
 # Where heads decide.
-_SELECTING = _PLAIN | {"kernels": KINDS}
+_SELECTING = _PLAIN | {"kernels": KINDS, "cuda_graph": (None, False, True)}
 # Where everything is read because nothing else was asked for.
 _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "threshold": (THRESHOLD, 1.0),
