@@ -85,9 +85,15 @@ def test_all_is_read(kind: str, ranks: list[dict[str, Any]], models: dict[str, P
     """Of prompts in one piece and in chunks, of long and short turns and after a crop, in 16, 8 and 4 bits."""
     whole = scene.read_exactly(models[kind])
     assert whole["exact"]["tokens"] == whole["dynamic"]["tokens"]
-    budget = 4 * rounding(models[kind], scene.text())
+    exact = 4 * rounding(models[kind], scene.text())
     for rank in ranks:
         for name, found in whole.items():
+            budget = exact
+            if name in ("8 bits", "4 bits"):  # a number that rounding turns may get the next code, one of very many
+                budget += 1e-2 * measure(found["logits"], whole["16 bits"]["logits"])
+                if kind == scene.INDEXED:  # and then the next layer's indexer may pick another token
+                    picked = "logits", "bulk_read_bytes"
+                    found = {figure: part for figure, part in found.items() if figure not in picked}
             check(budget, found, rank[kind][name], copies=1 + (kind in scene.SPLIT))
 
 
