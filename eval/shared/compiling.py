@@ -37,7 +37,14 @@ from qada_cache.sketch.codec import Sketch, list_fields
 from qada_cache.sketch.coded import STRIDES, RecordLayout, Records
 
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1"}
+TYPES |= {
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.bool: "i1",
+}
 TYPES[torch.float8_e4m3fn] = "fp8e4nv"
 KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
 STORING = {coding: ("describe_kernel", "code_kernel", "scale_kernel"), deriving: ("derive_kernel",)}  # and, of records:
@@ -64,6 +71,7 @@ class Step:
     rung: int = 16  # `bulk_bits`
     options: dict[str, Any] = field(default_factory=dict)  # of `Operands`
     queries: int = 1  # of a row: several are a turn
+    shared: bool = False  # whether values are the first channels of keys
 
     def make_operands(self) -> tuple[Query, Rows, Operands]:
         """What a kernel is told."""
@@ -77,6 +85,8 @@ class Step:
         stored = self.capacity - (find_segment_start(self.capacity) if records else 0)
         shapes = [(BATCH, KV_HEADS, tokens, dim) for tokens in (COLUMNS, stored) for dim in (self.dim, self.value_dim)]
         held = [torch.zeros(shape, dtype=dtype, **size) for shape in shapes]
+        if self.shared:
+            held[1::2] = [keys[..., : self.value_dim] for keys in held[::2]]
         layer = Operands(*held, logit_threshold=0.4, **self.options)
         if self.bits:
             layout = Layout.from_bits(self.dim, self.bits)
@@ -100,7 +110,9 @@ class Step:
     def record_near(self) -> list["Recorder"]:
         """What is launched before: it puts the token into the near buffers, and estimates by two prompts' moments."""
         query, _, layer = self.make_operands()
-        near, size = (layer.near_keys, layer.near_values), {"dtype": torch.float32, "device": "cpu"}
+        # Values that are channels of keys are not stored beside them.
+        values = layer.near_values[..., :0] if self.shared else layer.near_values
+        near, size = (layer.near_keys, values), {"dtype": torch.float32, "device": "cpu"}
         mean = torch.zeros(BATCH * KV_HEADS, 1, self.dim, **size)
         moments = mean, mean.new_zeros(BATCH * KV_HEADS, self.dim, self.dim), torch.zeros(BATCH, 1, 1, 1, **size)
         query.unstored, query.moments = (near[0][:, :, :1], near[1][:, :, :1]), [moments, moments]

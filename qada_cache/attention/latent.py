@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..kernels.choice import KINDS
 from ..kernels.reference import TOLERANCE
 from ..models.latent import (
     LatentSizes,
@@ -39,6 +40,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "kernels": ("auto", "torch"),
     "cuda_graph": (None, False),
 }
+# Where heads decide.
+_SELECTING = _PLAIN | {"kernels": KINDS, "cuda_graph": (None, False, True)}
 # Where everything is read because nothing else was asked for.
 _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "threshold": (THRESHOLD, 1.0),
@@ -59,7 +62,8 @@ def resolve_latent_options(options: Options, config: PreTrainedConfig, *, chosen
     indexed = has_indexers(config)
     chosen = chosen and not indexed
     decides = chosen and options.criterion != "dense" and options.threshold < 1.0
-    for name, allowed in (_PLAIN if chosen else _EVERYTHING).items():
+    served = _SELECTING if decides else _PLAIN if chosen else _EVERYTHING
+    for name, allowed in served.items():
         value = getattr(options, name)
         if not any(value is one or value == one for one in allowed):
             does = "selects tokens of" if decides else "reads all tokens of"

@@ -106,10 +106,7 @@ def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operan
 
 
 def find_kernel(layer: Asker, store: TokenStore, states: Tensor, *, sinks: bool = False) -> Callable | None:
-    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`, with learned `sinks` or without.
-    Triton's take no values off keys."""
-    if store.shared_dim and not states.is_cpu:
-        return None
+    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`, with learned `sinks` or without."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
     sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects

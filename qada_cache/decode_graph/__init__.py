@@ -49,8 +49,8 @@ def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
             "cannot go before the forward function that another library gave this model (accelerate's device_map "
             "does): load it on one device without, or build the cache without cuda_graph"
         )
-    elif managed.latents is not None:
-        why = "holds no steps of latent attention: build the cache without cuda_graph"
+    elif managed.latents is not None and options.criterion == "dense":
+        why = "holds no steps of latent attention that reads everything: build the cache without cuda_graph"
     elif managed.readers:
         why = "holds no steps of layers that read another layer's keys: build the cache without cuda_graph"
     elif attends_twice(managed.model_type):
@@ -212,7 +212,7 @@ class DecodeGraph:
 
     def _make_sums(self, step: Step) -> list[tuple[Tensor, Tensor]]:
         """Zeros that a graph adds decisions to, layer by layer, as `Counters.count_replays` takes them."""
-        _, heads, kv_heads, _ = read_sizes(step.shared.model.config)
+        heads, kv_heads = read_sizes(step.shared.model.config)[1], step.stores[0].near_keys.shape[1]  # latents have one
         with torch.inference_mode(False):  # they may be added to outside inference mode
             of_heads = [
                 torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for _ in step.layers

@@ -21,12 +21,14 @@ from ..sketch import Layout
 from ..sketch.coded import Records
 from . import cpu, decode_trial
 from .cpu import compiled_decode
+from .operands import is_shared
 
 logger = logging.getLogger(__name__)
 
 AUTO_DEVICES = ("cuda",)  # where "auto" takes Triton's kernel: interpreted, on a CPU, it only serves tests
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
+MAX_SHARED, MAX_RANK = 640, 512  # of keys whose first channels are the values, and of these
 CAPABILITY = (8, 0)  # of a CUDA device; older ones lack what the kernel is compiled to
 INSTALL = {"linux": "pip install 'qada-cache[triton]'", "win32": "pip install triton-windows"}  # by sys.platform
 KINDS = ("auto", "torch", "triton")
@@ -61,9 +63,16 @@ def explain_unsupported(
         return f"the kernel has no {query.dtype}"
     if not query.dtype == bulk_keys.dtype == bulk_values.dtype:
         return f"it has one dtype, not {query.dtype}, {bulk_keys.dtype} and {bulk_values.dtype}"
-    dim = max(query.shape[-1], bulk_values.shape[-1])
-    if dim > most:
-        return f"the kernel has head dimensions up to {most}, not {dim}"
+    dim, value_dim = query.shape[-1], bulk_values.shape[-1]
+    if is_shared(bulk_keys, bulk_values):
+        if dim > MAX_SHARED or value_dim > MAX_RANK:
+            return (
+                f"the kernel has latents of up to {MAX_RANK} channels, and {MAX_SHARED} in all, not {value_dim}, {dim}"
+            )
+        if records is not None:
+            return "the kernel has no latents of few bits"
+    elif max(dim, value_dim) > most:
+        return f"the kernel has head dimensions up to {most}, not {max(dim, value_dim)}"
     if criterion == "oracle":
         return "criterion='oracle' needs every score, which the kernel exists not to compute"
     held = bulk_keys if records is None else records.tensor
@@ -99,9 +108,11 @@ def choose_kernel(
     selected, or behind which records lie, None without one, and `sinks` says whether heads have learned sinks.
     NotImplementedError, if it is "triton", and the kernel cannot compute the call.
     """
-    call = (query, bulk_keys, bulk_values, criterion, records)
+    call, group = (query, bulk_keys, bulk_values, criterion, records), query.shape[1] // bulk_keys.shape[1]
+    shared = is_shared(bulk_keys, bulk_values)
+    at_once = cpu.split_heads(group) if shared and bulk_keys.shape[1] == 1 else group  # of the heads that share keys
     if kernels == "auto" and compiled_decode.supports(*call):
-        if cpu.split_heads(heads := query.shape[1] // bulk_keys.shape[1]) < heads:
+        if at_once < group:
             return None if turn else compiled_decode.fused_parts
         return compiled_decode.fused_turn if turn else compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
@@ -111,14 +122,16 @@ def choose_kernel(
         from .triton import fused_decode
         from .triton.turn import fused_turn
 
+        turn = turn or at_once < group
         kernel = fused_turn if turn else fused_decode
         if kernels == "auto":
             held = bulk_keys if records is None else records.tensor
-            group, pinned = query.shape[1] // bulk_keys.shape[1], held.device != query.device
-            sizes = {"group": group, "dim": query.shape[3], "value_dim": bulk_values.shape[3]}
+            pinned = held.device != query.device
+            sizes = {"group": at_once, "dim": query.shape[3], "value_dim": bulk_values.shape[3]}
             of_bulk = {"layout": layout, "records": None if records is None else records.layout, "pinned": pinned}
             tried = {"queries": 2} if turn else {}
             tried |= {"sinks": True} if sinks else {}
+            tried |= {"shared": True} if shared else {}
             reason = decode_trial.find_decode_fault(kernel, query.device, query.dtype, **sizes, **of_bulk, **tried)
         if reason is None:
             return kernel

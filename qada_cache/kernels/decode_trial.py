@@ -19,6 +19,7 @@ KV_HEADS = 3
 LOCAL, PENDING_COLUMNS, COLUMNS = 20, 5, 29  # columns of the near buffer; the others are neither
 SHORT = 300  # tokens in the bulk of all rows but the first
 NOTHING = 255  # a byte of records that are not to be read: as a scale, nan
+BULK = "bulk_keys", "bulk_values"
 QUERY, ROWS = (
     ("states", "scaling", "log_bulk", "sink_logits"),
     ("local", "pending", "bulk_tokens", "bulk_lengths", "decided"),
@@ -40,6 +41,7 @@ def find_decode_fault(
     pinned: bool,  # whether the bulk lies in pinned host memory
     sinks: bool = False,  # whether query heads have learned sinks
     queries: int = 1,  # of a row, all alike: several for a `fused_turn`
+    shared: bool = False,  # whether values are the first channels of keys
 ) -> str | None:
     """The fault of a `fused_decode`, or a `fused_turn`, on this device, as of `reference.find_fault`; the answer is
     kept for the process.
@@ -47,13 +49,13 @@ def find_decode_fault(
     The trial takes both group rules. Decisions are clear, so that no rounding changes them, and tokens that are not to
     be read are nan.
     """
-    scene = _make_scene(device, dtype, group, dim, value_dim, layout, records)
+    scene = _make_scene(device, dtype, group, dim, value_dim, layout, records, shared)
     # Of a weight that shows beside that of the near buffer, and changes no decision.
     scene["sink_logits"] = torch.full((KV_HEADS * group,), 5.0, dtype=dtype, device="cpu") if sinks else None
     for group_rule in ("any", "head"):
         scene["group_rule"] = group_rule
         expected = _compute(decode_step, scene, torch.device("cpu"))
-        for name in ("bulk_keys", "bulk_values"):
+        for name in BULK:
             scene[name] = scene[name].masked_fill(~expected[0].any(dim=2, keepdim=True), torch.nan)
         if records is not None:
             unread, held = ~expected[0].any(dim=2, keepdim=True), scene["records"]
@@ -77,7 +79,7 @@ def _compute(
     if "sketch" in kwargs:
         kwargs["sketch"] = scene["sketch"].map(lambda part: part.to(device))
     read, sketch_read = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
-    held = ["bulk_keys", "bulk_values"]
+    held = list[str](BULK)
     if (records := scene.get("records")) is not None:
         held = ["records"]
         kwargs["records"] = replace(records, weights=records.weights.to(device), open=records.open.to(device))
@@ -85,6 +87,9 @@ def _compute(
         buffer = (scene[name] if records is None else records.tensor).clone()
         placed = buffer.pin_memory() if pinned else buffer.to(device)
         kwargs[name] = placed if records is None else replace(kwargs[name], tensor=placed)
+    if kwargs.pop("shared"):
+        for keys, values in (("near_keys", "near_values"), BULK):
+            kwargs[values] = kwargs[keys][..., : kwargs[values].shape[3]]
     query, rows = (kind(**{name: kwargs.pop(name) for name in names}) for kind, names in ((Query, QUERY), (Rows, ROWS)))
     out, flags = kernel(query, rows, Operands(**kwargs, bulk_read_bytes=read, sketch_read_bytes=sketch_read))
     # Here, as the host waits for the device: until then nothing that the kernels read may be let go of.
@@ -99,6 +104,7 @@ def _make_scene(
     value_dim: int,
     layout: Layout | None,
     records: RecordLayout | None,
+    shared: bool,
 ) -> dict[str, Any]:
     """What `Query`, `Rows` and `Operands` take, on the host, but for the group rule and what is counted; records lie as
     `device` has them.
@@ -133,21 +139,29 @@ def _make_scene(
     bulk_keys[:, :, ::3] += move_along(0, 0.8, -0.3)
     bulk_values[:, 1] += 120
     bulk_values[:, 1, ::3] -= 120  # values of selected tokens differ from the others'
+    scaling, energies = 4 / dim, torch.logspace(-1, 1, dim, dtype=torch.float32, device="cpu").repeat(KV_HEADS, 1)
+    if shared:  # values are as large where queries have nothing
+        large = slice(value_dim // 2, value_dim)
+        query[..., large] = energies[:, large] = 0
+        scaling = 4 / (dim - value_dim + value_dim // 2)
+        for keys, values in ((near_keys, near_values), (bulk_keys, bulk_values)):
+            keys[..., large] = values[..., large]
     near_keys, near_values, bulk_keys, bulk_values = (
         part.to(dtype) for part in (near_keys, near_values, bulk_keys, bulk_values)
     )
+    if shared:
+        near_values, bulk_values = near_keys[..., :value_dim], bulk_keys[..., :value_dim]
 
     lengths = torch.tensor([length, SHORT, SHORT], dtype=torch.int64, device="cpu")
-    kwargs: dict[str, Any] = {"scaling": 4 / dim, "logit_threshold": 0.0, "bulk_lengths": lengths}
+    kwargs: dict[str, Any] = {"scaling": scaling, "logit_threshold": 0.0, "bulk_lengths": lengths}
     kwargs["decided"] = torch.tensor([True, True, False], dtype=torch.bool, device="cpu")[:, None, None]
     kwargs["bulk_tokens"] = (lengths + PENDING_COLUMNS)[:, None, None]
     kwargs["states"] = query.to(dtype).reshape(batch, KV_HEADS * group, 1, dim)
     columns = torch.arange(COLUMNS, dtype=torch.int64, device="cpu")[None, None, None]
     kwargs["local"], kwargs["pending"] = columns < LOCAL, (columns >= LOCAL) & (columns < LOCAL + PENDING_COLUMNS)
     used = [keys[:, :tokens].float() for keys, tokens in zip(bulk_keys, lengths.tolist(), strict=True)]
-    scores = [4 / dim * queries @ keys.mT for queries, keys in zip(query, used, strict=True)]
+    scores = [scaling * queries @ keys.mT for queries, keys in zip(query, used, strict=True)]
     kwargs["log_bulk"] = torch.stack([row.logsumexp(dim=-1, keepdim=True) for row in scores])
-    energies = torch.logspace(-1, 1, dim, dtype=torch.float32, device="cpu").expand(KV_HEADS, -1)
     if layout is not None:
         kwargs |= {"sketch": _make_sketch(bulk_keys, bulk_values, energies, layout), "token_threshold": 0.8}
     near_keys[:, :, LOCAL + PENDING_COLUMNS :] = near_values[:, :, LOCAL + PENDING_COLUMNS :] = torch.nan
@@ -167,7 +181,8 @@ def _make_scene(
             tensor[first, :, : part.shape[2]] = part
         kwargs["records"] = Records(stored, following, weights, records)
         bulk_keys[first] = bulk_values[first] = torch.nan
-    return dict(kwargs, near_keys=near_keys, near_values=near_values, bulk_keys=bulk_keys, bulk_values=bulk_values)
+    kwargs |= {"near_keys": near_keys, "near_values": near_values, "bulk_keys": bulk_keys, "bulk_values": bulk_values}
+    return kwargs | {"shared": shared}
 
 
 def _make_sketch(keys: Tensor, values: Tensor, energies: Tensor, layout: Layout) -> Sketch:

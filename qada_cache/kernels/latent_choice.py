@@ -9,12 +9,10 @@ from torch import Tensor
 
 from ..said_once import warn_once
 from . import partial_attention
-from .choice import AUTO_DEVICES, explain_unsupported
+from .choice import AUTO_DEVICES, MAX_RANK, MAX_SHARED, explain_unsupported
 from .reference import find_fault
 
 logger = logging.getLogger(__name__)
-MAX_DIM = 640  # of a token's channels
-MAX_RANK = 512  # of those that are values, whose sums a program holds
 TRIED_TOKENS, TRIED_QUERIES = 700, 40
 
 
@@ -38,7 +36,7 @@ def find_latent_attention(query: Tensor, latents: Tensor, rank: int, kernels: st
     packed = latents.stride()[2:] == (dim, 1) and latents.stride(0) % dim == 0
     if not packed or (torch.is_grad_enabled() and query.requires_grad):
         return None
-    if (reason := explain_unsupported(query, latents, latents, None, most=MAX_DIM)) is None:
+    if (reason := explain_unsupported(query, latents, latents, None, most=MAX_SHARED)) is None:
         if rank > MAX_RANK or (query.dtype.itemsize > 2 and query.device.type == "cuda"):
             reason = f"the kernel has 16-bit latents of up to {MAX_RANK} channels, not {query.dtype} ones of {rank}"
         else:

@@ -156,6 +156,11 @@ class Operands:
         """Of the layer."""
         return self.near_keys.shape[1]
 
+    @property
+    def shares_keys(self) -> bool:
+        """Whether values are the first channels of keys, where these lie."""
+        return is_shared(self.near_keys, self.near_values) and is_shared(self.bulk_keys, self.bulk_values)
+
 
 def is_shared(keys: Tensor, values: Tensor) -> bool:
     """Whether values `[batch, heads, tokens, value_dim]` are the first channels of the keys, where these lie."""

@@ -24,6 +24,7 @@ from uses import Use, copied_and_saved, cropped, one_shot, padded, rows, used_ag
 from qada_cache import QAdACache, restore_attention, storage
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.decode_graph.step import Places, Step
+from qada_cache.kernels import cpu
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -31,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {"threshold": 1.0},
     "other moments": {"token_threshold": 0.0, "moments": "current+random-tokens"},
     "by head": {"token_threshold": 0.0, "group_rule": "head", "threshold": 0.5},
+    "latents": {"token_threshold": 0.0, "criterion": "gaussian", "bulk_bits": 16},
 }
 
 
@@ -48,9 +50,13 @@ def brief(model: PreTrainedModel, cache: QAdACache, folder: Path) -> torch.Tenso
 
 CASES: list[tuple[str, Use]] = [(name, one_shot) for name in ("whole heads", "by head")]
 CASES += [("whole heads", use) for use in (padded, cropped, rows, copied_and_saved)]
+CASES += [("latents", use) for use in (one_shot, padded, cropped, rows, copied_and_saved)]
 MORE: list[tuple[str, Use]] = [("exact", one_shot), ("other moments", one_shot), ("whole heads", used_again)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
-INTERPRETED = [("whole heads", brief), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES + MORE)]
+INTERPRETED = [
+    *((name, brief) for name in ("whole heads", "latents")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES + MORE),
+]
 
 
 @pytest.mark.parametrize(("name", "use"), [*CASES, *SLOW])
@@ -65,8 +71,18 @@ def test_of_tritons_kernels_too(name: str, use: Use, device: str, tmp_path: Path
     check_outputs_and_counts(name, use, device, tmp_path)
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_latents_of_more_heads_than_a_kernel_takes(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their parts count together what several read, in memory of the graph's own."""
+    monkeypatch.setattr(cpu, "MAX_QUERIES", 2)
+    check_outputs_and_counts("latents", brief, device, tmp_path)
+
+
 def check_outputs_and_counts(name: str, use: Use, device: str, tmp_path: Path) -> None:
-    model = tiny().to(device)
+    model = tiny("deepseek_v3" if name == "latents" else "llama").to(device)
     plain, graphed = (make(model, **OPTIONS[name], cuda_graph=on) for on in (False, True))
     expected = use(model, plain, tmp_path)
     before = RecordedGraph.replays

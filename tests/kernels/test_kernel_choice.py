@@ -20,7 +20,9 @@ from qada_cache.kernels import choice, decode_trial
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.kernels.triton import kernels as triton_kernels
+from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.said_once import warn_once
+from qada_cache.sketch.coded import RecordLayout, Records
 
 QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
 
@@ -125,6 +127,30 @@ def test_asked_for_and_impossible(
     monkeypatch.setattr(triton_kernels, "INTERPRETED", interpreted)
     with pytest.raises(NotImplementedError, match=message):
         find_kernel(query, bulk, bulk.new_zeros(*bulk.shape[:3], value_dim), criterion)
+
+
+@pytest.mark.parametrize(
+    ("dim", "rank", "message"),
+    [
+        (648, 512, "latents of up to 512 channels, and 640 in all, not 512, 648"),
+        (576, 520, "latents of up to 512 channels, and 640 in all, not 520, 576"),
+        (576, 512, None),
+    ],
+)
+def test_sizes_of_latents(dim: int, rank: int, message: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads may have more channels where these are values too; and more than a kernel takes are as several rows."""
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", True)
+    query, latents = torch.zeros(2, 32, 1, dim), torch.zeros(2, 1, 9, dim)
+    call = query, latents, latents[..., :rank], "gaussian", "triton"
+    if message is None:
+        assert choice.choose_kernel(*call) is fused_turn
+        assert choice.choose_kernel(query[:, :16], *call[1:]) is triton_decode.fused_decode
+        records = Records(latents, latents, latents, RecordLayout(dim, 0, 5, 6))
+        with pytest.raises(NotImplementedError, match="the kernel has no latents of few bits"):
+            choice.choose_kernel(*call, records=records)
+        return
+    with pytest.raises(NotImplementedError, match=message):
+        choice.choose_kernel(*call)
 
 
 @pytest.mark.parametrize(

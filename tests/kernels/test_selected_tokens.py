@@ -11,12 +11,13 @@ from decode_scene import Scene, step_of
 from quick_cases import mark_rest_slow
 from record_scene import RecordScene
 from sketch_reference import BITS
-from steps import COMPILED, EVERY, KERNEL, REFERENCE, Path, run
+from steps import COMPILED, EVERY, KERNEL, REFERENCE, Path, interpreter, run
 
 from qada_cache.kernels import cpu, decode_reference
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.choice import choose_kernel
 from qada_cache.kernels.cpu.compiled_decode import fused_parts
+from qada_cache.kernels.triton.turn import fused_turn
 from qada_cache.sketch import coded
 
 pytestmark = pytest.mark.usefixtures("short_rows")
@@ -100,14 +101,19 @@ def test_large_groups_over_records(path: Path) -> None:
     test_decided_heads(path, RecordScene, 16, "head", 0.1)
 
 
-@pytest.mark.parametrize("path", [REFERENCE, COMPILED])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_values_in_keys(path: Path, dtype: torch.dtype) -> None:
+@EVERY
+@pytest.mark.parametrize("selects", [True, False])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "group", "dtype"),
+    mark_rest_slow([(72, 64, 9, torch.bfloat16), (40, 24, 5, torch.float32), (576, 512, 16, torch.float16)], 2),
+)
+def test_values_in_keys(path: Path, dim: int, value_dim: int, group: int, dtype: torch.dtype, selects: bool) -> None:
     """As latents are: one key for all heads, whose first channels are the value."""
-    sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 64, "shared": True}
-    scene = Scene(bulk=[(257, 5), (39, 9), (63, 0)], dtype=dtype, bits=2, **sizes)
-    step = run(path, scene, token_threshold=scene.token_threshold(0.1), threshold=scene.threshold())
-    assert 0.02 < step.share < 0.8
+    sizes = {"kv_heads": 1, "group": group, "dim": dim, "value_dim": value_dim, "shared": True}
+    scene = Scene(bulk=[(257, 5), (39, 9), (63, 0)], dtype=dtype, bits=2 if selects else 0, **sizes)
+    asked = scene.token_threshold(0.1) if selects else None
+    step = run(path, scene, token_threshold=asked, threshold=scene.threshold())
+    assert not selects or 0.02 < step.share < 0.8
 
 
 @pytest.mark.parametrize("path", [REFERENCE, COMPILED])
@@ -127,18 +133,30 @@ def test_values_in_keys_of_records(
     assert not selects or 0.02 < step.share < 0.8
 
 
-@needs_compiler
-@pytest.mark.parametrize("kind", BULK)
-def test_more_heads_than_a_kernel_takes(kind: type[Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bulk", "kernels"),
+    [
+        *(
+            pytest.param(kind, [(257, 5)], "auto", marks=needs_compiler, id=f"compiled, {kind.__name__}")
+            for kind in BULK
+        ),
+        pytest.param(Scene, [(257, 5)], "triton", marks=interpreter, id="interpreter"),
+        pytest.param(Scene, [(257, 5), (141, 0)], "triton", marks=interpreter, id="interpreter, two rows"),
+    ],
+)
+def test_more_heads_than_a_kernel_takes(
+    kind: type[Scene], bulk: list[tuple[int, int]], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are parts, each of which decides and selects as if it were alone; what several read counts once."""
-    scene = kind(bulk=[(257, 5)], short=(), kv_heads=1, group=18, dim=72, value_dim=64, shared=True, bits=2)
+    scene = kind(bulk=bulk, short=(), kv_heads=1, group=18, dim=72, value_dim=64, shared=True, bits=2)
     theta = scene.token_threshold(0.1)
     query, rows, layer = step_of(**scene.step_arguments("cpu", theta, threshold=scene.threshold()))
     monkeypatch.setattr(cpu, "MIN_TOKENS", 200)
-    call = query.states, layer.bulk_keys, layer.bulk_values, "gaussian", "auto"
-    assert choose_kernel(*call, records=layer.records) is fused_parts
-    found, flags = fused_parts(query, rows, layer)
-    read = torch.zeros(257, dtype=torch.bool)
+    call = query.states, layer.bulk_keys, layer.bulk_values, "gaussian", kernels
+    kernel = choose_kernel(*call, records=layer.records)
+    assert kernel is {"auto": fused_parts, "triton": fused_turn}[kernels]
+    found, flags = kernel(query, rows, layer)
+    read = [torch.zeros(tokens, dtype=torch.bool) for tokens, _ in bulk]
     for part in (slice(0, 9), slice(9, 18)):
         own = replace(query, states=query.states[:, part], log_bulk=query.log_bulk[:, :, part].contiguous())
         wanted, decided = decode_reference.decode_step(
@@ -146,10 +164,11 @@ def test_more_heads_than_a_kernel_takes(kind: type[Scene], monkeypatch: pytest.M
         )
         torch.testing.assert_close(found[:, part], wanted, atol=1e-5, rtol=1e-5)
         assert torch.equal(flags[:, :, part], decided)
-        read |= (scene.log_shares(0, 0)[part] >= math.log(theta))[decided[0, 0, :, 0]].any(dim=0)
-    assert layer.bulk_read_bytes == read.sum() * (layer.records.layout.size if layer.records else 72 * 4)
-    assert layer.sketch_read_bytes == scene.sketch_read_bytes({(0, 0): read}, flags)
-    assert 0.02 < read.float().mean() < 0.9
+        for row, tokens in enumerate(read):
+            tokens |= (scene.log_shares(row, 0)[part] >= math.log(theta))[decided[row, 0, :, 0]].any(dim=0)
+    assert layer.bulk_read_bytes == torch.cat(read).sum() * (layer.records.layout.size if layer.records else 72 * 4)
+    assert layer.sketch_read_bytes == scene.sketch_read_bytes({(row, 0): each for row, each in enumerate(read)}, flags)
+    assert all(0.02 < tokens.float().mean() < 0.9 for tokens in read)
 
 
 @EVERY

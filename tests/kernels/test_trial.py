@@ -60,8 +60,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("wrong", [*WRONG, *WRONG_SKETCHES, *WRONG_RECORDS])
 def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     change, words = (WRONG | WRONG_SKETCHES | WRONG_RECORDS)[wrong]
-    bulks: list[dict[str, Any]] = [{"layout": None}, {"layout": LAYOUT}, CODED]
-    for bulk in bulks[2 if wrong in WRONG_RECORDS else 1 if wrong in WRONG_SKETCHES else 0 :]:
+    latents = {"layout": LAYOUT, "value_dim": 24, "shared": True}
+    bulks: list[dict[str, Any]] = [{"layout": None}, {"layout": LAYOUT}, CODED, latents]
+    first = 2 if wrong in WRONG_RECORDS else 1 if wrong in WRONG_SKETCHES else 0
+    for bulk in bulks[first : 3 if first == 2 or wrong == "keys for values" else 4]:
         sizes = SIZES | bulk
         plant(monkeypatch, lambda kwargs: kwargs)
         assert decode_trial.find_decode_fault(decode.fused_decode, CPU, dtype, **sizes) is None
@@ -82,6 +84,8 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
         (torch.float16, {"group": 4, "layout": Layout.from_bits(32, 4)}),
         (torch.float32, {"group": 8, "sinks": True} | CODED),
         (torch.bfloat16, {"group": 3, "records": RecordLayout.from_bits(32, 32, 4), "layout": LAYOUT}),
+        (torch.bfloat16, {"group": 9, "dim": 72, "value_dim": 64, "shared": True}),
+        (torch.float32, {"group": 5, "value_dim": 24, "layout": LAYOUT, "shared": True}),
     ],
 )
 def test_nothing_is_wrong_with_the_kernels(
@@ -120,6 +124,19 @@ def test_nothing_is_wrong_on_a_gpu(
     sizes: dict[str, Any] = {"group": group, "dim": dim, "value_dim": dim, "pinned": pinned}
     sizes |= {"layout": Layout.from_bits(dim, bits), "records": RecordLayout.from_bits(dim, dim, rung)}
     assert decode_trial.find_decode_fault(decode.fused_decode, torch.device(device, 0), dtype, **sizes) is None
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [None, 1.5])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_nothing_is_wrong_with_latents_on_a_gpu(
+    device: str, dtype: torch.dtype, bits: float | None, queries: int
+) -> None:
+    sizes: dict[str, Any] = {"group": 16, "dim": 576, "value_dim": 512, "pinned": False, "shared": True}
+    sizes |= {"layout": Layout.from_bits(576, bits), "records": None, "queries": queries}
+    kernel = decode.fused_decode if queries == 1 else fused_turn
+    assert decode_trial.find_decode_fault(kernel, torch.device(device, 0), dtype, **sizes) is None
 
 
 def test_other_defaults_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 from models import LATENT, exact, forced, prompt, tiny
+from small_sketch import small_sketch
 from test_latent_kernel import NEAR, SCALING, by_torch, check_errors, in_float64, tensors
 from torch import Tensor
 
+from qada_cache import QAdACache
 from qada_cache.kernels import choice, latent_choice
 from qada_cache.kernels.cpu import latent as compiled
+from qada_cache.kernels.operands import Query
 from qada_cache.said_once import warn_once
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from steps import DEVICES, interpreter
 
+from qada_cache.kernels.triton import BoundLaunches
 from qada_cache.kernels.triton import latents as kernel
 
 
@@ -110,6 +114,32 @@ def test_a_cache_reads_by_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     found = forced(model, ids, split, exact(model), mask)
     torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], atol=2e-5, rtol=0)
     assert len(set(calls)) > 2  # the trial's, and those of tokens and turns
+
+
+@interpreter
+@pytest.mark.parametrize("kind", LATENT)
+def test_heads_decide_by_triton(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows, tokens and a turn, as by torch. All are selected, as rounding may change which of fewer are."""
+    model, (ids, mask), split = tiny(kind, initializer_range=0.2), prompt(140, 131), [130, 1, 3]
+    told = {"criterion": "gaussian", "moments": "current", "local_tokens": 20, "sink_tokens": 4, "bulk_bits": 16}
+    found, counts, calls = [], [], set[int]()
+    compute = BoundLaunches.compute
+
+    def counted(launches: BoundLaunches, query: Query, *told: Any) -> tuple[Tensor, Tensor]:
+        calls.add(len(query.states))
+        return compute(launches, query, *told)
+
+    monkeypatch.setattr(BoundLaunches, "compute", counted)
+    with small_sketch(40, 64):
+        for kernels in ("torch", "triton"):
+            cache = QAdACache(model, **told, token_threshold=1e-30, kernels=kernels)
+            found.append(forced(model, ids, split, cache, mask)[mask.bool()])
+            stats = cache.stats()
+            counts.append((stats.steps, stats.bulk_read_bytes, stats.sketch_read_bytes))
+            assert stats.bulk_read_bytes > stats.sketch_read_bytes > 0
+    torch.testing.assert_close(*found, atol=2e-5, rtol=0)
+    assert counts[0] == counts[1]
+    assert calls == {2, 2 * 3}  # rows: of tokens, and of the turn
 
 
 @interpreter

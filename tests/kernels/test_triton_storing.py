@@ -52,6 +52,7 @@ def store(
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(("group", "dim", "value_dim", "dtype"), [
     (3, 24, 20, torch.float32), (4, 32, 32, torch.bfloat16), (1, 256, 16, torch.float16),
+    (5, 72, 0, torch.float32),
 ])  # fmt: skip
 def test_estimates_equal_the_reference(
     group: int, dim: int, value_dim: int, dtype: torch.dtype, heads: int, device: str, monkeypatch: pytest.MonkeyPatch

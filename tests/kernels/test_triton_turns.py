@@ -75,7 +75,8 @@ def one_by_one(query: Query, rows: Rows, layer: Operands) -> tuple[torch.Tensor,
         with mock.patch.object(decode_reference, "_gather", gather):
             found.append(decode_reference.decode_step(asked, Rows(*told, rows.decided[..., one]), layer))
     recorded = [layer.records is not None and length >= sketch.MIN_TOKENS for length in rows.bulk_lengths.tolist()]
-    token = sum(part.shape[3] * part.element_size() for part in (layer.bulk_keys, layer.bulk_values))
+    held = (layer.bulk_keys,) if layer.shares_keys else (layer.bulk_keys, layer.bulk_values)
+    token = sum(part.shape[3] * part.element_size() for part in held)
     record = 0 if layer.records is None else layer.records.layout.size
     nbytes = sum(record if recorded[row] else token for row, _, _ in read)
     outs, flags = zip(*found, strict=True)
@@ -91,6 +92,7 @@ CASES: list[Any] = [
     (16, 1, {"bits": 1, "rung": 4, "kv_heads": 1}),
     pytest.param(112, 1, {"bits": 2, "bulk": [(41, 9)], "kv_heads": 1}, marks=pytest.mark.slow),
     (4, 2, {}),  # whole heads
+    (3, 18, {"kv_heads": 1, "dim": 72, "value_dim": 64, "shared": True}),  # in parts, as many share a key
 ]
 
 

@@ -154,8 +154,7 @@ class BoundStep:
             views["record_weights"] = records.weights[None]
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
-        near, bulk = (layer.near_keys, layer.near_values), (layer.bulk_keys, layer.bulk_values)
-        shared = is_shared(*near) and is_shared(*bulk)
+        near, shared = (layer.near_keys, layer.near_values), layer.shares_keys
         for name, tensor in buffers.items():  # the tokens of a head lie one after the other
             packed = 1 if shared and name.endswith("values") else 2
             setattr(decode, name, find_view(name, tensor, states.dtype, tensor.shape, packed=packed))

@@ -77,8 +77,7 @@ class BoundLaunches:
             splits = sizing.count_splits(capacity, at_least, most_splits, groups, device, selecting)
         self._splits, at_least = splits, sizing.ESTIMATE_TOKENS
         self._sums = sums = sizing.count_splits(capacity, at_least, sizing.MAX_SPLITS, groups, device, estimating)
-        at_once = {"BLOCK_H": min(queries, sizing.ESTIMATE_HEADS)}
-        at_once["PREPARED"] = max(1, sizing.PREPARED_LINES // at_once["BLOCK_H"])
+        at_once = sizing.find_prepared_sizes(queries, sizes)
         near = sizing.find_near_sizes(sketch is not None, states.dtype, sizes)
         columns = layer.near_keys.shape[2]
         self._blocks = self._near_programs = triton.cdiv(columns, near["BLOCK_N"])
@@ -124,7 +123,8 @@ class BoundLaunches:
             1 + splits, scaling, layer.logit_threshold, 2 * selection.UNRELIABLE / scaling**2, selection.NOISE_SHARE,
             MIN_TOKENS if selects else NEVER, segments,
         )  # fmt: skip
-        token_bytes = dim * layer.bulk_keys.element_size() + value_dim * layer.bulk_values.element_size()
+        channels = dim if layer.shares_keys else dim + value_dim
+        token_bytes = channels * layer.bulk_keys.element_size()
         segment_sizes = {"SEGMENT": SEGMENT_TOKENS, "LAST": LAST_TOKENS, "BLOCK_Q": queries} | words
         merging = {"PARTS": sizing.PART_BYTES // torch.float32.itemsize, "MERGE_STAGES": sizing.MERGE_STAGES}
         splitting = {"BLOCK_P": triton.next_power_of_2(most_splits)} | merging
@@ -135,7 +135,7 @@ class BoundLaunches:
             **dict(zip(("SKETCH_TOKEN_BYTES", "SEGMENT_BYTES", "HEAD_BYTES"), sketch_bytes, strict=True)),
             **segment_sizes, **at_once, **sizes, **merging_near, **near,
         })  # fmt: skip
-        self._estimate = Launches(G=group, BLOCK_H=at_once["BLOCK_H"], **estimating, **segment_sizes)
+        self._estimate = Launches(G=group, **estimating, **segment_sizes)
         most = sizing.MOST_REGISTERS if sizing.count_warps(sizes) > 4 else None
         self._bulk = Launches(BLOCK_Q=queries, maxnreg=most, **splitting, **sizes)
         self._selected = Launches(**{
@@ -187,7 +187,7 @@ class BoundLaunches:
             elif self._splits:
                 self._bulk.launch(
                     bulk_kernel, (self._splits, *self._grid), variant,
-                    states, layer.bulk_keys, layer.bulk_values, lengths, flags, *given.merged, out, given.done,
+                    states, *given.bulk, lengths, flags, *given.merged, out, given.done,
                     *self._bulk_strides, s_length, self._turn, self._scaling,
                 )  # fmt: skip
         return out, flags

@@ -84,8 +84,44 @@ def load_query(p_query, i_group, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.c
 
 
 @triton.jit
+def load_own_query(
+    p_query, p_values, i_group, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A group's queries as `score_tokens` takes them: as `load_query`, and None; or, where there are no `p_values`, the
+    channels that meet values, and those behind them."""
+    if p_values is None:
+        REST: tl.constexpr = max(16, triton.next_power_of_2(D - V))  # noqa: N806 - a compile-time constant
+        o_head, o_value, o_rest = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V), tl.arange(0, REST)
+        m_head, p_own = (o_head < G)[:, None], p_query + (i_group * G + o_head)[:, None] * D
+        b_query = tl.load(p_own + o_value[None, :], mask=m_head & (o_value < V)[None, :], other=0.0)
+        b_rest = tl.load(p_own + V + o_rest[None, :], mask=m_head & (o_rest < D - V)[None, :], other=0.0)
+        return b_query, b_rest
+    else:  # noqa: RET505 - decided by the compiler
+        return load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D), None
+
+
+@triton.jit
+def score_tokens(
+    b_query, b_rest, p_keys, p_values, o_tokens, m_tokens, s_key_token, s_value_token,
+    D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Products [BLOCK_G, tokens] of queries with keys, and values [tokens, BLOCK_V]. Without `p_values` these are the
+    first channels of keys, each read once."""
+    if p_values is None:
+        b_values = load_tokens(p_keys, o_tokens, m_tokens, s_key_token, V, BLOCK_V)
+        b_keys = load_tokens(p_keys + V, o_tokens, m_tokens, s_key_token, D - V, b_rest.shape[1])
+        b_scores = dot(b_query, tl.trans(b_values)) + dot(b_rest, tl.trans(b_keys))
+    else:
+        b_keys = load_tokens(p_keys, o_tokens, m_tokens, s_key_token, D, b_query.shape[1])
+        b_values = load_tokens(p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V)
+        b_scores = dot(b_query, tl.trans(b_keys))
+    return b_scores, b_values
+
+
+@triton.jit
 def attend_tokens(
-    b_query, p_keys, p_values, p_index, s_key_token, s_value_token, first, last, scaling,
+    b_query, b_rest, p_keys, p_values, p_index, s_key_token, s_value_token, first, last, scaling,
     BLOCK_G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """As `attend`, of a group over tokens `first` to `last` of its head, or of the indices `p_index`."""
@@ -97,10 +133,10 @@ def attend_tokens(
         m_tokens = o_tokens < last
         if p_index is not None:
             o_tokens = tl.load(p_index + o_tokens, mask=m_tokens, other=0).to(tl.int64)
-        b_keys = load_tokens(p_keys, o_tokens, m_tokens, s_key_token, D, b_query.shape[1])
-        b_values = load_tokens(p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V)
-        b_scores = dot(b_query, tl.trans(b_keys)) * scaling
-        b_max, b_sum, b_out = attend(b_scores, m_tokens[None, :], b_values, b_max, b_sum, b_out)
+        b_scores, b_values = score_tokens(
+            b_query, b_rest, p_keys, p_values, o_tokens, m_tokens, s_key_token, s_value_token, D, V, BLOCK_V
+        )  # fmt: skip
+        b_max, b_sum, b_out = attend(b_scores * scaling, m_tokens[None, :], b_values, b_max, b_sum, b_out)
     return b_max, b_sum, b_out
 
 

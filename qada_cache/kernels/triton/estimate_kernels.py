@@ -15,6 +15,7 @@ from .record_kernels import count_segments
 LANES = tl.constexpr(128)  # of a program of four warps
 UNROLLED = tl.constexpr(8)  # words of a key: of more, the assembler loads all ahead, and spills
 SLOPE_COLUMNS = tl.constexpr(16)  # of pairs of what values gain along a query, at once
+MOST_UNROLLED = tl.constexpr(256)  # channels of keys: likewise
 # Rows of a prepared segment, a word for each query head: integers, of four channels a row, and the sum of products'
 # offsets; then what the head's query says of the centre, half the variance of an error, and the step of products, each
 # for a scale of 1; then, where records are read, what the integers leave, in as many rows as they take.
@@ -77,6 +78,21 @@ def prepare_segments(
 
 
 @triton.jit
+def add_along(b_sum, p_query, p_slopes, p_units, start, D: tl.constexpr, V: tl.constexpr):
+    """`b_sum` [BLOCK_V, columns] and what values gain along as many pairs of a query's channels, from `start` on."""
+    o_value, o_dim = tl.arange(0, b_sum.shape[0]), start + tl.arange(0, b_sum.shape[1])
+    m_dim = o_dim < D // 2
+    b_pairs = tl.load(p_slopes + o_dim[None, :], mask=(o_value < V)[:, None] & m_dim[None, :], other=0)
+    for half in tl.static_range(2):
+        o_channel = half * (D // 2) + o_dim
+        b_query = tl.load(p_query + o_channel, mask=m_dim, other=0.0).to(tl.float32)
+        b_query *= tl.load(p_units + o_channel, mask=m_dim, other=0.0)
+        b_slopes = (b_pairs.to(tl.int32) << 28 - 4 * half) >> 28  # of the four bits, with their sign
+        b_sum += b_slopes.to(tl.float32) * b_query[None, :]
+    return b_sum
+
+
+@triton.jit
 def store_along(
     p_along, p_query, p_slopes, p_units, i_group, i_held, i_head,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -87,16 +103,13 @@ def store_along(
     p_units += i_held * D
     i_query = i_group * G + i_head
     b_sum = tl.zeros([BLOCK_V, SLOPE_COLUMNS], tl.float32)
-    for start in tl.static_range(0, D // 2, SLOPE_COLUMNS):
-        o_dim = start + tl.arange(0, SLOPE_COLUMNS)
-        m_dim = o_dim < D // 2
-        b_pairs = tl.load(p_slopes + o_dim[None, :], mask=(o_value < V)[:, None] & m_dim[None, :], other=0)
-        for half in tl.static_range(2):
-            o_channel = half * (D // 2) + o_dim
-            b_query = tl.load(p_query + i_query * D + o_channel, mask=m_dim, other=0.0).to(tl.float32)
-            b_query *= tl.load(p_units + o_channel, mask=m_dim, other=0.0)
-            b_slopes = (b_pairs.to(tl.int32) << 28 - 4 * half) >> 28  # of the four bits, with their sign
-            b_sum += b_slopes.to(tl.float32) * b_query[None, :]
+    p_query += i_query * D
+    if D > MOST_UNROLLED:
+        for start in range(0, D // 2, SLOPE_COLUMNS):
+            b_sum = add_along(b_sum, p_query, p_slopes, p_units, start, D, V)
+    else:
+        for start in tl.static_range(0, D // 2, SLOPE_COLUMNS):
+            b_sum = add_along(b_sum, p_query, p_slopes, p_units, start, D, V)
     tl.store(p_along + i_query * V + o_value, tl.sum(b_sum, axis=1), mask=o_value < V)
 
 

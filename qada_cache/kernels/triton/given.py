@@ -17,7 +17,7 @@ class Given(NamedTuple):
     """Parts of the arguments, each of neighbours, found once for all steps that share the same memory."""
 
     shared: dict[str, Tensor]  # that memory
-    near: tuple[Tensor, ...]  # of `local_kernel`, from here on
+    near: tuple[Tensor | None, ...]  # of `local_kernel`, from here on
     near_parts: tuple[Tensor | None, ...]
     queries: tuple[Tensor | None, ...]
     codes: tuple[Tensor | None, ...]  # of `estimate_kernel`
@@ -25,7 +25,8 @@ class Given(NamedTuple):
     tokens: tuple[Tensor | None, ...]  # of `selected_kernel`
     counted: tuple[Tensor | None, ...]
     selected: tuple[Tensor | None, ...]
-    merged: tuple[Tensor | None, ...]  # of `bulk_kernel`
+    bulk: tuple[Tensor | None, ...]  # of `bulk_kernel`
+    merged: tuple[Tensor | None, ...]
     done: Tensor | None  # of both
 
     @classmethod
@@ -43,18 +44,23 @@ class Given(NamedTuple):
         recorded = (None, None) if records is None else (records.tensor, records.open)
         weights = None if records is None else records.weights
         mean_value = None if sketch is None else sketch.mean_value
+        near: tuple[Tensor | None, ...] = (layer.near_keys, layer.near_values)
+        bulk: tuple[Tensor | None, ...] = (layer.bulk_keys, layer.bulk_values)
+        if layer.shares_keys:  # of which kernels take the values
+            near, bulk = (near[0], None), (bulk[0], None)
         return cls(
             shared=shared,
-            near=(layer.near_keys, layer.near_values),
+            near=near,
             near_parts=(get("near"), get("near_lse"), arrived, parts, lse),
             queries=(done, *counters, tokens, prepared, along, turned, errors, *coding, weights),
             codes=codes,
             estimates=(tokens, estimates, sums),
-            tokens=(turned, *codes, layer.bulk_keys, layer.bulk_values, *recorded),
+            tokens=(turned, *codes, *bulk, *recorded),
             counted=(layer.bulk_read_bytes, tokens),
             selected=(
                 estimates, sums, get("index"), get("unpacked"), parts, lse, get("unread"), mean_value, along,
             ),
+            bulk=bulk,
             merged=(parts, lse),
             done=done,
         )  # fmt: skip

@@ -15,6 +15,7 @@ import triton.language as tl
 from .blocks import (
     attend_tokens,
     find_unreliable,
+    load_own_query,
     load_query,
     log_sum,
     store_part,
@@ -99,7 +100,8 @@ def local_kernel(
                             )  # fmt: skip
             return
     p_keys += i_held_row * s_key_row + i_head * s_key_head
-    p_values += i_held_row * s_value_row + i_head * s_value_head
+    if p_values is not None:
+        p_values += i_held_row * s_value_row + i_head * s_value_head
     p_local += i_row * s_local
     p_pending += i_row * s_pending
     attend_block(
@@ -181,7 +183,7 @@ def bulk_kernel(
     o_head = tl.arange(0, BLOCK_G)
     b_flags = tl.load(p_flags + i_group * G + o_head, mask=o_head < G, other=0).to(tl.int32)
     length = tl.load(p_lengths + i_row * s_length)  # int64, as every token offset made from it
-    b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
+    b_query, b_rest = load_own_query(p_query, p_values, i_group, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V)
     if tl.max(b_flags, axis=0) == 0:
         return
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
@@ -189,9 +191,10 @@ def bulk_kernel(
     last = tl.minimum(first + share, length)
     i_held_row = (tl.program_id(2) // turn).to(tl.int64)
     p_keys += i_held_row * s_key_row + i_head * s_key_head
-    p_values += i_held_row * s_value_row + i_head * s_value_head
+    if p_values is not None:
+        p_values += i_held_row * s_value_row + i_head * s_value_head
     b_max, b_sum, b_out = attend_tokens(
-        b_query, p_keys, p_values, None, s_key_token, s_value_token, first, last, scaling,
+        b_query, b_rest, p_keys, p_values, None, s_key_token, s_value_token, first, last, scaling,
         BLOCK_G, D, V, BLOCK_V, BLOCK_N,
     )  # fmt: skip
     store_part(b_max, b_sum, b_out, p_parts, p_lse, i_group, 1 + i_split, 1 + splits, G, V)

@@ -7,7 +7,7 @@ heads, 2, blocks, V] holds their averages, `p_near_lse` the logs of their sums o
 import triton
 import triton.language as tl
 
-from .blocks import attend, dot, load_query, load_tokens, store_part
+from .blocks import attend, load_own_query, score_tokens, store_part
 
 
 @triton.jit
@@ -22,11 +22,12 @@ def attend_block(
     m_tokens = o_tokens < columns
     m_local = tl.load(p_local + o_tokens, mask=m_tokens, other=0)
     m_pending = tl.load(p_pending + o_tokens, mask=m_tokens, other=0)
-    b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
+    b_query, b_rest = load_own_query(p_query, p_values, i_group, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V)
     # Keys of no token are read as well: to wait for the masks would take longer.
-    b_keys = load_tokens(p_keys, o_tokens, m_tokens, s_key_token, D, BLOCK_D)
-    b_values = load_tokens(p_values, o_tokens, m_tokens, s_value_token, V, BLOCK_V)
-    b_scores = dot(b_query, tl.trans(b_keys)) * scaling
+    b_scores, b_values = score_tokens(
+        b_query, b_rest, p_keys, p_values, o_tokens, m_tokens, s_key_token, s_value_token, D, V, BLOCK_V
+    )  # fmt: skip
+    b_scores *= scaling
     for late in tl.static_range(2):
         m_part = m_pending if late else m_local
         b_own = tl.where(m_part[:, None], b_values, 0.0)  # what was never written may be nan

@@ -27,10 +27,12 @@ SCAN_STAGES = 1  # of the pipeline that fetches estimates
 PART_BYTES = 8192  # of parts, float32, that are added at once
 NEAR_PART_BYTES = 4096  # likewise, of the near buffer
 MERGE_STAGES = 5  # of the pipeline that fetches them
+WIDE, WIDE_MERGE_STAGES = 256, 2  # channels above which values are wide, and keys; likewise, of the near buffer's then
 ESTIMATE_HEADS = 8  # query heads that are prepared, and whose scores are estimated, at once
 ESTIMATES = 1024  # scores that are
 ESTIMATE_TOKENS = 512  # of a split of estimates, at least about
-PREPARED_LINES = 8  # queries that are prepared at once, of a head and a segment each; a power of two
+PREPARED_LINES = 8  # queries that are prepared at once, of a head and a segment each; a power of two, as:
+WIDE_LINES = 4  # likewise, of wide keys
 RECORD_SCORES = 1024  # of tokens whose records are read at once
 COPIED = ("cpu",)  # devices whose records come over a bus, by whole ones
 TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
@@ -109,12 +111,15 @@ def find_block_tokens(sizes: dict[str, int], most: int) -> int:
 
 
 def find_near_sizes(sketched: bool, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, int]:
-    """The tokens of the near buffer that `local_kernel` reads at once, and the registers that it takes."""
+    """The tokens of the near buffer that `local_kernel` reads at once, and the registers that it takes; of wide values
+    also the stages in which it merges them, whose memory few devices have five times."""
     few, block = dtype.itemsize == 2 and sizes["BLOCK_G"] <= 16, sizes["BLOCK_N"]
+    wide = {"MERGE_STAGES": WIDE_MERGE_STAGES} if sizes["BLOCK_V"] > WIDE else {}
     if sketched:
         tight = few and sizes["G"] > 1 and sizes["D"] == sizes["BLOCK_D"] < 256  # masks take some, and wide heads
-        return {"BLOCK_N": min(NEAR_TOKENS, block), "maxnreg": NEAR_REGISTERS if tight else MOST_REGISTERS}
-    return {
+        registers = NEAR_REGISTERS if tight else MOST_REGISTERS
+        return wide | {"BLOCK_N": min(NEAR_TOKENS, block), "maxnreg": registers}
+    return wide | {
         "BLOCK_N": find_block_tokens(sizes, NEAR_BYTES // dtype.itemsize) if few else block,
         "maxnreg": MOST_REGISTERS,
     }
@@ -125,4 +130,11 @@ def find_estimate_sizes(queries: int) -> dict[str, int]:
     at once, if it takes all heads at once."""
     heads = min(queries, ESTIMATE_HEADS)
     registers = ESTIMATE_REGISTERS if heads == queries else MOST_REGISTERS
-    return {"TURN": min(SEGMENT_TOKENS, TURN_TOKENS, ESTIMATES // heads), "maxnreg": registers}
+    return {"BLOCK_H": heads, "TURN": min(SEGMENT_TOKENS, TURN_TOKENS, ESTIMATES // heads), "maxnreg": registers}
+
+
+def find_prepared_sizes(queries: int, sizes: dict[str, int]) -> dict[str, int]:
+    """The heads and segments that are prepared at once."""
+    lines = PREPARED_LINES if sizes["BLOCK_D"] <= WIDE else WIDE_LINES
+    heads = min(queries, ESTIMATE_HEADS, lines)
+    return {"BLOCK_H": heads, "PREPARED": lines // heads}

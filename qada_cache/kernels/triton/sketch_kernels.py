@@ -11,7 +11,7 @@ With `p_records`, tokens lie in records (`record_kernels.py`), whose keys follow
 import triton
 import triton.language as tl
 
-from .blocks import attend_tokens, load_query, rotate, store_part
+from .blocks import attend_tokens, load_own_query, rotate, store_part
 from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_segments
 from .score_kernels import score_selected
@@ -63,7 +63,7 @@ def selected_kernel(
     m_sum = m_head[:, None] & (o_sum < sums)[None, :]
     p_masses = p_sums + i_group * G * 4 * sums + (o_head[:, None] * 4 * sums + o_sum[None, :])
     b_masses = tl.load(p_masses, mask=m_sum, other=float("-inf"))
-    b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
+    b_query, b_rest = load_own_query(p_query, p_values, i_group, G, BLOCK_G, D, BLOCK_D, V, BLOCK_V)
     if tl.max(b_flags.to(tl.int32), axis=0) == 0:
         return
     i_held_row = (tl.program_id(2) // turn).to(tl.int64)
@@ -116,12 +116,13 @@ def selected_kernel(
         tl.atomic_add(p_bulk_read_bytes, tl.cast(selected, tl.int64) * token_bytes, sem="relaxed")
 
     p_keys += i_held_row * s_key_row + i_head * s_key_head
-    p_values += i_held_row * s_value_row + i_head * s_value_head
+    if p_values is not None:
+        p_values += i_held_row * s_value_row + i_head * s_value_head
     recorded = 0
     if p_records is not None:
         recorded = tl.where(length >= MIN_TOKENS, selected, 0)
     b_max, b_sum, b_out = attend_tokens(
-        b_query, p_keys, p_values, p_index, s_key_token, s_value_token, recorded, selected, scaling,
+        b_query, b_rest, p_keys, p_values, p_index, s_key_token, s_value_token, recorded, selected, scaling,
         BLOCK_G, D, V, BLOCK_V, BLOCK_N,
     )  # fmt: skip
     if p_records is not None:

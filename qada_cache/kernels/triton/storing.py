@@ -73,13 +73,15 @@ def store_kernel(
         column = place.to(tl.int64)
         if p_place is not None:
             column = tl.load(p_place)
-        o_dim, o_value = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+        o_dim = tl.arange(0, BLOCK_D)
         b_key = tl.load(p_key + i_row * s_key_row + i_head * s_key_head + o_dim, mask=o_dim < D)
         p_near_keys += i_row * s_near_key_row + i_head * s_near_key_head + column * s_near_key_token
         tl.store(p_near_keys + o_dim, b_key, mask=o_dim < D)
-        b_value = tl.load(p_value + i_row * s_value_row + i_head * s_value_head + o_value, mask=o_value < V)
-        p_near_values += i_row * s_near_value_row + i_head * s_near_value_head + column * s_near_value_token
-        tl.store(p_near_values + o_value, b_value, mask=o_value < V)
+        if V > 0:
+            o_value = tl.arange(0, BLOCK_V)
+            b_value = tl.load(p_value + i_row * s_value_row + i_head * s_value_head + o_value, mask=o_value < V)
+            p_near_values += i_row * s_near_value_row + i_head * s_near_value_head + column * s_near_value_token
+            tl.store(p_near_values + o_value, b_value, mask=o_value < V)
     if p_mean is not None:
         o_head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
         m_head = o_head < G
