@@ -5,7 +5,7 @@
 // four dimensions of a key. A query's scores are powers of two, less the one of all near keys together (`Block::base`),
 // so that sums neither vanish nor overflow.
 
-#include "selecting.h"
+#include "far_keys.h"
 
 namespace {
 
@@ -31,11 +31,11 @@ INLINED void add_codes(Singles (*sums)[AT_ONCE], const uint32_t (*queries)[CODE_
 
 // Estimated scores of a strip and some of a segment's keys, AT_ONCE vectors from `first` on, to `scores`; which keys
 // reach the cut, to `asked`.
-INLINED void estimate(Block& block, int strip, const Call& call, int64_t segment, int first, Marks* asked) {
-    const uint32_t* codes = call.codes + segment * CODE_WORDS * SEGMENT + first;
+INLINED void estimate(Block& block, int strip, const FarKeys& far, int64_t segment, int first, Marks* asked) {
+    const uint32_t* codes = far.codes.get() + segment * CODE_WORDS * SEGMENT + first;
     Singles sums[STRIP][AT_ONCE];  // integers
     UNROLLED for (int c = 0; c < AT_ONCE; c++) {
-        const Singles correction = loaded<Singles>(call.corrections + segment * SEGMENT + first + c * LANES);
+        const Singles correction = loaded<Singles>(far.corrections.get() + segment * SEGMENT + first + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) sums[q][c] = correction;
     }
     constexpr int REST = CODE_WORDS % TOGETHER, WHOLE = CODE_WORDS - REST;
@@ -44,7 +44,7 @@ INLINED void estimate(Block& block, int strip, const Call& call, int64_t segment
     for (int word = 0; word < WHOLE; word += TOGETHER) add_codes<TOGETHER>(sums, from(word), codes + word * SEGMENT);
     if constexpr (REST > 0) add_codes<REST>(sums, from(WHOLE), codes + WHOLE * SEGMENT);
     UNROLLED for (int c = 0; c < AT_ONCE; c++) {
-        const Singles step = loaded<Singles>(call.steps + segment * SEGMENT + first + c * LANES);
+        const Singles step = loaded<Singles>(far.steps.get() + segment * SEGMENT + first + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) {
             const int query = strip * STRIP + q;
             const Singles score = fused(to_singles((Integers)sums[q][c]) * step, all(block.query_steps[query]),
@@ -56,9 +56,9 @@ INLINED void estimate(Block& block, int strip, const Call& call, int64_t segment
 }
 
 // Scores of a chunk of centres, from `segment` on, to `centred`.
-void score_centres(Block& block, const Call& call, int64_t segment, int64_t segments) {
+void score_centres(Block& block, const Call& call, const FarKeys& far, int64_t segment, int64_t segments) {
     const auto token = [&](int64_t each) { return segment + each; };
-    pack_keys(call.centres, DIM, segments - segment, token, block.keys);
+    pack_keys(far.centres.get(), DIM, segments - segment, token, block.keys);
     for (int strip = 0; strip < STRIPS; strip++) {
         alignas(64) float scores[STRIP][TILE];
         score(block.query + strip * STRIP, block.keys, scores);
@@ -69,21 +69,20 @@ void score_centres(Block& block, const Call& call, int64_t segment, int64_t segm
     }
 }
 
-// Meets the far keys of a block, up to `stop`: sums of what is estimated of those unread, and the others to `chosen`.
-void scan(Block& block, const Call& call, int64_t stop) {
-    const int64_t segments = (stop - call.first) / SEGMENT;
-    const float share = std::log2(call.threshold / (stop - call.first));
+// Meets so many segments of far keys: sums of what is estimated of those unread, and the others to `chosen`.
+void scan(Block& block, const Call& call, const FarKeys& far, int64_t segments) {
+    const float share = std::log2(call.threshold / (segments * SEGMENT));
     block.chosen.clear();
     for (int q = 0; q < BLOCK; q++) block.met[q] = all(1.0f / LANES), block.unread[q] = block.lifted[q] = Singles{};
     for (int64_t segment = segments - 1; segment >= 0; segment--) {
         if (segment % CHUNK == CHUNK - 1 || segment == segments - 1)
-            score_centres(block, call, segment / CHUNK * CHUNK, segments);
+            score_centres(block, call, far, segment / CHUNK * CHUNK, segments);
         if ((segments - 1 - segment) % (TILE / SEGMENT) == 0)
             for (int q = 0; q < BLOCK; q++) block.cut[q] = std::min(MOST, std::log2(sum_of(block.met[q])) + share);
         Marks asked[PARTS] = {};
         for (int first = 0; first < SEGMENT; first += AT_ONCE * LANES)
             for (int strip = 0; strip < STRIPS; strip++)
-                estimate(block, strip, call, segment, first, asked + first / LANES);
+                estimate(block, strip, far, segment, first, asked + first / LANES);
         for (int q = 0; q < BLOCK; q++) {
             Singles met = block.met[q], unread = block.unread[q], lifted = block.lifted[q];
             UNROLLED for (int c = 0; c < PARTS; c++) {
@@ -101,7 +100,7 @@ void scan(Block& block, const Call& call, int64_t stop) {
 }
 
 // Attention of a query over what it read and the estimate of the rest.
-void write(const Block& block, const Call& call, const float* values, int64_t head, int64_t query, int q) {
+void write(const Block& block, const Call& call, int64_t head, int64_t query, int q) {
     const Strip& strip = block.strips[q / STRIP];
     const float unread = sum_of(block.unread[q]);
     const float most = std::max(strip.peak[q % STRIP], block.base[q]);
@@ -110,7 +109,8 @@ void write(const Block& block, const Call& call, const float* values, int64_t he
     const float mean = unread > 0 ? sum_of(block.lifted[q]) / unread + block.base[q] : 0;
     const float tilt = unread > 0 ? mean - block.mean_scores[q] : 0;
     for (int d = 0; d < VALUE_DIM; d += LANES) {
-        const Singles value = fused(all(tilt), loaded<Singles>(block.slopes[q] + d), loaded<Singles>(values + d));
+        const Singles value =
+            fused(all(tilt), loaded<Singles>(block.slopes[q] + d), loaded<Singles>(block.means + DIM + d));
         const Singles own = kept / total * loaded<Singles>(strip.sums[q % STRIP] + d);
         const Singles sum = fused(all(rest / total), value, own);
         const int64_t to = head * call.out_head + query * call.out_token + d;
@@ -120,12 +120,14 @@ void write(const Block& block, const Call& call, const float* values, int64_t he
 }
 
 // A block of queries of a head; `keys` and `values` of all tokens, packed.
-void attend(Block& block, const Call& call, int64_t head, int64_t index, const uint32_t* keys, const uint32_t* values) {
+void attend(Block& block, const Call& call, const FarKeys& far, int64_t head, int64_t index, const uint32_t* keys,
+            const uint32_t* values) {
     const int64_t start = index * BLOCK, count = std::min<int64_t>(BLOCK, call.queries - start);
     const int64_t stop = far_stop(call, start), end = call.start + start + count;
     const float scaling = call.scaling * LOG2_E;
-    const float* mean = call.means + index * WIDTH;
+    const int64_t segments = (stop - call.first) / SEGMENT;
     alignas(64) float states[DIM][BLOCK];
+    average(far, segments, block.means);
     for (int strip = 0; strip < STRIPS; strip++) {
         alignas(64) float own[STRIP][DIM];
         for (int q = 0; q < STRIP; q++) {  // the last one again, where there are fewer
@@ -134,7 +136,7 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
             pack_query(query, block.query[strip * STRIP + q]);
             for (int d = 0; d < DIM; d++) states[d][strip * STRIP + q] = own[q][d] = widen(query[d]);
         }
-        regress(block, strip, own, mean, call.covariances + index * DIM * WIDTH, scaling);
+        regress(block, strip, own, far, segments, scaling);
     }
     encode(block, states, scaling);
     const auto meet_all = [&](const uint32_t* keys, const uint32_t* values, auto visible) {
@@ -155,7 +157,7 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
                  [&](int q) { return call.start + std::min(start + q, start + count - 1) + 1 - tile; });
     for (int q = 0; q < BLOCK; q++)
         block.base[q] = block.strips[q / STRIP].peak[q % STRIP] + std::log2(block.strips[q / STRIP].total[q % STRIP]);
-    scan(block, call, stop);
+    scan(block, call, far, segments);
     for (size_t tile = 0; tile < block.chosen.size(); tile += TILE) {
         const int64_t left = block.chosen.size() - tile;
         for (int64_t chunk = 0; chunk < std::min<int64_t>(left, TILE); chunk += CHUNK) {
@@ -165,9 +167,9 @@ void attend(Block& block, const Call& call, int64_t head, int64_t index, const u
         }
         meet_all(block.keys, block.values, [&](int) { return left; });
     }
-    for (int64_t q = 0; q < count; q++) write(block, call, mean + DIM, head, start + q, q);
+    for (int64_t q = 0; q < count; q++) write(block, call, head, start + q, q);
 #pragma omp atomic
-    *call.read += count * int64_t(block.chosen.size());
+    *call.unread += count * (segments * SEGMENT - int64_t(block.chosen.size()));
 }
 
 void attend(const Call& call) {
@@ -175,6 +177,7 @@ void attend(const Call& call) {
     const int64_t blocks = (call.queries + BLOCK - 1) / BLOCK;
     std::unique_ptr<uint32_t[]> keys(new uint32_t[chunks * CHUNK * WORDS]);
     std::unique_ptr<uint32_t[]> values(new uint32_t[chunks * CHUNK / IN_WORD * VALUE_DIM]);
+    const FarKeys far = describe(call, (far_stop(call, (blocks - 1) * BLOCK) - call.first) / SEGMENT);
     std::vector<Block> room(call.threads);
     for (Block& block : room) block.chosen.reserve(call.tokens);  // nothing may be thrown in a thread
     pack(call.key, call.key_token, call.value, call.value_token, call.tokens, chunks, call.threads, keys.get(),
@@ -182,7 +185,7 @@ void attend(const Call& call) {
     // The last ones first: they see most.
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)
     for (int64_t each = blocks * call.group - 1; each >= 0; each--)
-        attend(room[omp_get_thread_num()], call, each % call.group, each / call.group, keys.get(), values.get());
+        attend(room[omp_get_thread_num()], call, far, each % call.group, each / call.group, keys.get(), values.get());
 }
 
 }  // namespace
@@ -190,10 +193,9 @@ void attend(const Call& call) {
 // As in prompt.cpp.
 extern "C" int64_t call_size() { return sizeof(Call); }
 
-// How codes are to be given.
+// How codes are rounded, for tests.
 extern "C" int code_levels() { return LEVELS; }
-extern "C" int code_zero() { return ZERO; }
-extern "C" int code_words() { return QUERY_SIGNED ? 1 : TOGETHER; }  // whose products are to have a sum of 16 bits
+extern "C" int code_words() { return WORDS_TOGETHER; }
 
 extern "C" int prompt_attention(const Call* call) try {
     attend(*call);

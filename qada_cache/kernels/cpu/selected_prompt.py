@@ -12,16 +12,13 @@ Nothing that a query is told comes from later tokens.
 """
 
 import ctypes
-import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ...sketch import rotate
 from ...sketch.coded import find_block
 from . import prompt
 from .addresses import find_address
@@ -30,7 +27,7 @@ from .processor import MULTIPLIES_TILES
 SOURCE = Path(__file__).with_name("selected_prompt.cpp")
 SEGMENT = 64  # keys that share a centre, as many as a chunk of prompt.h
 BLOCK = 66  # queries that read together, a multiple of a strip of prompt.h
-MOST_SUM = 2**15 - 1
+MOST_SUM = 2**15 - 1  # of products of codes, where they are summed in 16 bits
 FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
 
 
@@ -38,8 +35,7 @@ class Call(ctypes.Structure):
     """`Call` of selecting.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "centres", "codes", "corrections")),
-        *((name, ctypes.c_void_p) for name in ("steps", "means", "covariances", "read")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "unread")),
         *((name, ctypes.c_int64) for name in ("query_head", "query_token", "key_token", "value_token")),
         *((name, ctypes.c_int64) for name in ("out_head", "out_token", "group", "queries", "tokens", "start", "first")),
         *((name, ctypes.c_int64) for name in ("window", "narrow", "threads")),
@@ -61,7 +57,7 @@ def selects_sizes(dim: int, dtype: torch.dtype) -> bool:
 
 def define_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The macros that `SOURCE` is built with."""
-    ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "ROTATED": find_block(dim)}
+    ours = {"SEGMENT": SEGMENT, "BLOCK": BLOCK, "ROTATED": find_block(dim), "MOST_SUM": MOST_SUM}
     return *prompt.define(dim, value_dim, dtype), *(f"-D{name}={value}" for name, value in ours.items())
 
 
@@ -150,29 +146,13 @@ def _attend_to_head(
     queries, (tokens, dim), value_dim = query.shape[1], key.shape, value.shape[1]
     kernel = build_selecting(dim, value_dim, key.dtype)
     assert kernel is not None
-    starts = torch.arange(start, start + queries, BLOCK, dtype=torch.int64, device="cpu")
-    counts = (starts - window + 1) // SEGMENT - first // SEGMENT  # far segments of each block
-    far = slice(first, first + int(counts[-1]) * SEGMENT)
-    keys, values = (part[far].unflatten(0, (-1, SEGMENT)).float() for part in (key, value))
-    centres = keys.mean(dim=1).to(key.dtype)
-    codes, steps = _round(keys - centres.float().unsqueeze(1), kernel.code_levels(), kernel.code_words())
-    words = codes.to(torch.int8).view(torch.int32).transpose(1, 2).contiguous()
-    corrections = (-kernel.code_zero() * codes.sum(dim=-1)).to(torch.int32)
-    far_pairs = query.shape[0] * int((counts * SEGMENT * (start + queries - starts).clamp_max(BLOCK)).sum())
-    means, covariances = _average(keys, values, counts)
-    read, segments, blocks, both = torch.zeros_like(counts[0]), len(keys), len(counts), means.shape[1]
+    unread = torch.zeros((), dtype=torch.int64, device="cpu")
     addresses = (
         find_address("query", query, key.dtype, (*query.shape[:2], dim), packed=1),
         find_address("key", key, prompt.NUMBERS, (tokens, dim), packed=1),
         find_address("value", value, key.dtype, (tokens, value_dim), packed=1),
         find_address("out", out, prompt.OUT, (*query.shape[:2], value_dim), packed=1),
-        find_address("centres", centres, key.dtype, (segments, dim)),
-        find_address("codes", words, torch.int32, (segments, dim // 4, SEGMENT)),
-        find_address("corrections", corrections, torch.int32, (segments, SEGMENT)),
-        find_address("steps", steps, torch.float32, (segments, SEGMENT)),
-        find_address("means", means, torch.float32, (blocks, both)),
-        find_address("covariances", covariances, torch.float32, (blocks, dim, both)),
-        find_address("read", read, torch.int64, ()),
+        find_address("unread", unread, torch.int64, ()),
     )
     call = Call(
         *addresses,
@@ -181,38 +161,4 @@ def _attend_to_head(
         *(out.dtype == torch.bfloat16, torch.get_num_threads(), scaling, threshold),
     )
     kernel.prompt_attention(ctypes.byref(call))
-    return far_pairs - int(read)
-
-
-def _round(vectors: Tensor, levels: int, words: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers, up to `levels` either way, and steps of rotated vectors `[..., dim]`, float32. Products of the
-    pairs of `words` words and of numbers from 0 to `2 * levels` have a sum of 16 bits, if there are several."""
-    rotated = rotate(vectors, find_block(vectors.shape[-1]))
-    sizes = rotated.abs()
-    steps = sizes.amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / levels
-    if words > 1:
-        channels = torch.arange(rotated.shape[-1], dtype=torch.int64, device="cpu")
-        summed = functional.one_hot(channels // (4 * words) * 2 + channels % 4 // 2).float()
-        most = (sizes @ summed + (rotated @ summed).abs()).amax(dim=-1) / 2  # of those of one sign
-        steps = torch.maximum(steps, most / (MOST_SUM // (2 * levels) - words))  # each is rounded up by half of one
-    return rotated.div_(steps.unsqueeze(-1)).round_(), steps
-
-
-def _average(keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Means `[blocks, width]` of the first `counts` segments of keys and values `[segments, tokens, dim or value_dim]`,
-    and covariances of keys with both, `[blocks, dim, width]`: `dim + value_dim`, and zeros up to a multiple of 16."""
-    centre = keys[0].mean(dim=0)  # what is far from it would be lost in its square
-    keys, tokens, dim = keys - centre, counts * SEGMENT, keys.shape[2]
-    both = functional.pad(torch.cat([keys, values], dim=2), (0, -(dim + values.shape[2]) % 16))
-    sums, squares = (_accumulate(part)[counts - 1] for part in (both.sum(dim=1), torch.matmul(keys.mT, both)))
-    means, squares = sums.div_(tokens[:, None]), squares.div_(tokens[:, None, None])
-    squares -= means[:, :dim, None] * means[:, None]
-    means[:, :dim] += centre
-    return means, squares
-
-
-def _accumulate(parts: Tensor) -> Tensor:
-    """The sums of each part and those before it, in place: a few large parts, at which `cumsum` is slow."""
-    for before, part in itertools.pairwise(parts):
-        part += before
-    return parts
+    return int(unread)

@@ -1,5 +1,4 @@
-// Selected attention's call, and a block of queries: their codes, and the lines on which they put what they do not
-// read.
+// Selected attention's call, and a block of queries and their codes.
 
 #pragma once
 
@@ -10,7 +9,7 @@
 
 namespace {
 
-// `selected_prompt.py` defines SEGMENT, BLOCK, and ROTATED, the channels that are rotated together.
+// `selected_prompt.py` defines SEGMENT, BLOCK, MOST_SUM, and ROTATED, the channels that are rotated together.
 static_assert(SEGMENT % CHUNK == 0 && BLOCK % STRIP == 0);
 using Code = std::conditional_t<QUERY_SIGNED, int8_t, uint8_t>;  // of a query
 constexpr int ZERO = QUERY_SIGNED ? 0 : LEVELS;
@@ -18,7 +17,7 @@ constexpr int STRIPS = BLOCK / STRIP;
 constexpr int CODE_WORDS = DIM / 4;
 constexpr int PARTS = SEGMENT / LANES;  // vectors of a segment's keys
 constexpr int AT_ONCE = TOGETHER == 1 ? VECTORS : 1;  // vectors of keys whose scores are estimated, as registers hold
-constexpr int WIDTH = (DIM + VALUE_DIM + 15) / 16 * 16;  // of covariances: zeros behind
+constexpr int WIDTH = (DIM + VALUE_DIM + 15) / 16 * 16;  // of a key and its value: zeros behind
 constexpr float FLAT = 1e-6;  // a variance of scores below is rounding, and values follow nothing
 constexpr float MOST = 100;  // a key of a score beyond is always read
 
@@ -26,13 +25,7 @@ constexpr float MOST = 100;  // a key of a score beyond is always read
 struct Call {
     const Number *query, *key, *value;  // [group, queries, DIM], [tokens, DIM], [tokens, VALUE_DIM]
     void* out;  // [group, queries, VALUE_DIM], bfloat16 or float32
-    const Number* centres;  // [segments, DIM], of keys from `first` on
-    const uint32_t* codes;  // [segments, CODE_WORDS, SEGMENT], signed
-    const int32_t* corrections;  // [segments, SEGMENT]: -ZERO times a code's sum
-    const float* steps;  // [segments, SEGMENT]: of codes
-    const float* means;  // [blocks, WIDTH], of far keys and their values
-    const float* covariances;  // [blocks, DIM, WIDTH], of far keys with these
-    int64_t* read;  // to which the pairs of a query and a far key that were read are added
+    int64_t* unread;  // to which the pairs of a query and a far key that were not read are added
     int64_t query_head, query_token, key_token, value_token, out_head, out_token;  // strides, in numbers
     int64_t group, queries, tokens, start, first, window;
     int64_t narrow;  // whether `out` is bfloat16
@@ -53,21 +46,23 @@ struct Block {
     alignas(64) float scores[BLOCK][SEGMENT];
     Singles met[BLOCK], unread[BLOCK], lifted[BLOCK];  // sums of weights, of those unread, and of these by their scores
     alignas(64) float slopes[BLOCK][VALUE_DIM], mean_scores[BLOCK];  // of lines of regression, in powers of two
+    alignas(64) float means[WIDTH];  // of far keys and their values
     uint32_t keys[TILE * WORDS], values[TILE / IN_WORD * VALUE_DIM];
     std::vector<int64_t> chosen;
 };
 
-// What keys' codes are of: Hadamard blocks, of all queries at once.
-void rotate(float (*states)[BLOCK]) {
+// What codes are of: Hadamard blocks, of COUNT keys or queries at once.
+template <int COUNT>
+void rotate(float (*states)[COUNT]) {
     for (int half = 1; half < ROTATED; half *= 2)
         for (int first = 0; first < DIM; first += 2 * half)
             for (int each = first; each < first + half; each++)
-                for (int q = 0; q < BLOCK; q++) {
-                    const float one = states[each][q], other = states[each + half][q];
-                    states[each][q] = one + other, states[each + half][q] = one - other;
+                for (int c = 0; c < COUNT; c++) {
+                    const float one = states[each][c], other = states[each + half][c];
+                    states[each][c] = one + other, states[each + half][c] = one - other;
                 }
     for (int d = 0; d < DIM; d++)
-        for (int q = 0; q < BLOCK; q++) states[d][q] *= 1 / std::sqrt(float(ROTATED));
+        for (int c = 0; c < COUNT; c++) states[d][c] *= 1 / std::sqrt(float(ROTATED));
 }
 
 // The queries' codes, from their states, which are rotated.
@@ -82,26 +77,6 @@ void encode(Block& block, float (*states)[BLOCK], float scaling) {
         Code codes[BLOCK];
         for (int q = 0; q < BLOCK; q++) codes[q] = ZERO + (int)std::nearbyint(states[d][q] * finer[q]);
         for (int q = 0; q < BLOCK; q++) ((Code*)block.query_codes[q])[d] = codes[q];
-    }
-}
-
-// Lines of regression of a strip's queries, from their states, of values on scores: covariance over variance.
-void regress(Block& block, int strip, const float (*states)[DIM], const float* mean, const float* covariances,
-             float scaling) {
-    constexpr int SLAB = find_slab(WIDTH / LANES);
-    alignas(64) float along[STRIP][WIDTH];
-    for (int first = 0; first < WIDTH; first += SLAB * LANES) {
-        Singles sums[STRIP][SLAB];
-        multiply<SLAB, false>(states[0], DIM, covariances + first, WIDTH, DIM, sums);
-        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++)
-            store(along[q] + first + c * LANES, sums[q][c]);
-    }
-    for (int q = 0; q < STRIP; q++) {
-        float variance = 0, score = 0;
-        for (int d = 0; d < DIM; d++) variance += along[q][d] * states[q][d], score += mean[d] * states[q][d];
-        const float slope = scaling * scaling * variance > FLAT ? 1 / (scaling * variance) : 0;
-        for (int d = 0; d < VALUE_DIM; d++) block.slopes[strip * STRIP + q][d] = along[q][DIM + d] * slope;
-        block.mean_scores[strip * STRIP + q] = scaling * score;
     }
 }
 

@@ -1,0 +1,156 @@
+// What selected attention knows of the far keys of a head: codes, from which scores are estimated, and moments of keys
+// and values, from which lines of regression are drawn.
+
+#pragma once
+
+#include "selecting.h"
+
+namespace {
+
+constexpr int WORDS_TOGETHER = QUERY_SIGNED ? 1 : TOGETHER;  // whose products are to have a sum of 16 bits
+constexpr int MOMENTS = DIM + 1;  // rows: those of keys, and their number's
+constexpr int MOMENT_ROWS = (MOMENTS + ROWS - 1) / ROWS * ROWS;
+
+struct FarKeys {
+    explicit FarKeys(int64_t count)
+        : segments(count), centres(new Number[count * DIM]), codes(new uint32_t[count * CODE_WORDS * SEGMENT]),
+          corrections(new int32_t[count * SEGMENT]), steps(new float[count * SEGMENT]),
+          moments(new float[count * MOMENTS * WIDTH]) {}
+
+    int64_t segments;
+    std::unique_ptr<Number[]> centres;  // [segments, DIM]: means of a segment's keys
+    std::unique_ptr<uint32_t[]> codes;  // [segments, CODE_WORDS, SEGMENT]: of keys less their centre, rotated; signed
+    std::unique_ptr<int32_t[]> corrections;  // [segments, SEGMENT]: -ZERO times a code's sum
+    std::unique_ptr<float[]> steps;  // [segments, SEGMENT]: of codes
+    // [segments, MOMENTS, WIDTH]: sums, over a segment and those before it, of keys times keys and values, then of
+    // these themselves. Keys are less the first centre: what is far from it would be lost in its square.
+    std::unique_ptr<float[]> moments;
+};
+
+// Codes of rotated keys `states`: whole numbers up to LEVELS either way, whose products with a query's have sums of 16
+// bits, if several words are summed at once.
+void encode_keys(FarKeys& far, int64_t segment, const float (*states)[SEGMENT]) {
+    alignas(64) float steps[SEGMENT], most[SEGMENT];
+    std::fill_n(most, SEGMENT, std::numeric_limits<float>::min());
+    for (int d = 0; d < DIM; d++)
+        for (int t = 0; t < SEGMENT; t++) most[t] = std::max(most[t], std::abs(states[d][t]));
+    for (int t = 0; t < SEGMENT; t++) steps[t] = most[t] / LEVELS;
+    for (int first = 0; first < DIM && WORDS_TOGETHER > 1; first += 2) {
+        if (first % (4 * WORDS_TOGETHER) > 2) continue;
+        alignas(64) float sizes[SEGMENT] = {}, sums[SEGMENT] = {};  // of the pairs that are summed in 16 bits
+        for (int pair = first; pair < std::min(DIM, first / 4 * 4 + 4 * WORDS_TOGETHER); pair += 4)
+            for (int d = pair; d < pair + 2; d++)
+                for (int t = 0; t < SEGMENT; t++) sizes[t] += std::abs(states[d][t]), sums[t] += states[d][t];
+        // The most that those of one sign come to; each is rounded up by half of a step.
+        for (int t = 0; t < SEGMENT; t++)
+            steps[t] =
+                std::max(steps[t], (sizes[t] + std::abs(sums[t])) / 2 / (MOST_SUM / (2 * LEVELS) - WORDS_TOGETHER));
+    }
+    int32_t sums[SEGMENT] = {};
+    for (int word = 0; word < CODE_WORDS; word++)
+        for (int t = 0; t < SEGMENT; t++) {
+            uint32_t packed = 0;
+            for (int each = 0; each < 4; each++) {
+                const int code = (int)std::nearbyint(states[4 * word + each][t] / steps[t]);
+                sums[t] += code, packed |= uint32_t(uint8_t(code)) << 8 * each;
+            }
+            far.codes[(segment * CODE_WORDS + word) * SEGMENT + t] = packed;
+        }
+    for (int t = 0; t < SEGMENT; t++) far.corrections[segment * SEGMENT + t] = -ZERO * sums[t];
+    std::copy_n(steps, SEGMENT, far.steps.get() + segment * SEGMENT);
+}
+
+// A segment's centre and codes.
+void encode_segment(FarKeys& far, const Call& call, int64_t segment) {
+    constexpr int PADDED = (DIM + LANES - 1) / LANES * LANES;
+    const Number* key = call.key + (call.first + segment * SEGMENT) * call.key_token;
+    alignas(64) float states[DIM][SEGMENT], means[PADDED] = {};
+    alignas(64) Number centre[PADDED];
+    for (int t = 0; t < SEGMENT; t++)
+        for (int d = 0; d < DIM; d++) states[d][t] = widen(key[t * call.key_token + d]);
+    for (int t = 0; t < SEGMENT; t++)
+        for (int d = 0; d < DIM; d++) means[d] += states[d][t] / SEGMENT;
+    for (int d = 0; d < PADDED; d += LANES) {
+        const Singles mean = loaded<Singles>(means + d);
+        if constexpr (sizeof(Number) == sizeof(float)) store(centre + d, mean);
+        else store_bfloat16(centre + d, mean);
+    }
+    std::copy_n(centre, DIM, far.centres.get() + segment * DIM);
+    for (int d = 0; d < DIM; d++)
+        for (int t = 0; t < SEGMENT; t++) states[d][t] -= widen(centre[d]);
+    rotate(states);
+    encode_keys(far, segment, states);
+}
+
+// A segment's own moments.
+void sum_segment(FarKeys& far, const Call& call, int64_t segment) {
+    constexpr int SLAB = find_slab(WIDTH / LANES);
+    const int64_t token = call.first + segment * SEGMENT;
+    alignas(64) float rows[MOMENT_ROWS][SEGMENT] = {}, both[SEGMENT][WIDTH] = {};
+    for (int t = 0; t < SEGMENT; t++) {
+        const Number *key = call.key + (token + t) * call.key_token,
+                     *value = call.value + (token + t) * call.value_token;
+        for (int d = 0; d < DIM; d++) both[t][d] = rows[d][t] = widen(key[d]) - widen(far.centres[d]);
+        for (int d = 0; d < VALUE_DIM; d++) both[t][DIM + d] = widen(value[d]);
+    }
+    std::fill_n(rows[DIM], SEGMENT, 1.0f);
+    float* moments = far.moments.get() + segment * MOMENTS * WIDTH;
+    for (int row = 0; row < MOMENTS; row += ROWS)
+        for (int first = 0; first < WIDTH; first += SLAB * LANES) {
+            Singles sums[ROWS][SLAB];
+            multiply<SLAB, false>(rows[row], SEGMENT, both[0] + first, WIDTH, SEGMENT, sums);
+            for (int q = 0; q < std::min(ROWS, MOMENTS - row); q++)
+                UNROLLED for (int c = 0; c < SLAB; c++)
+                    store(moments + (row + q) * WIDTH + first + c * LANES, sums[q][c]);
+        }
+}
+
+// What is to be known of so many segments from `call.first` on, whatever the number of threads.
+FarKeys describe(const Call& call, int64_t segments) {
+    FarKeys far(segments);
+#pragma omp parallel num_threads(call.threads)
+    {
+#pragma omp for
+        for (int64_t segment = 0; segment < segments; segment++) encode_segment(far, call, segment);
+#pragma omp for
+        for (int64_t segment = 0; segment < segments; segment++) sum_segment(far, call, segment);
+#pragma omp for
+        for (int row = 0; row < MOMENTS; row++)
+            for (int64_t segment = 1; segment < segments; segment++) {
+                float* sums = far.moments.get() + (segment * MOMENTS + row) * WIDTH;
+                for (int c = 0; c < WIDTH; c++) sums[c] += sums[c - MOMENTS * WIDTH];
+            }
+    }
+    return far;
+}
+
+// Means over so many segments: of keys less the first centre, of their values, and zeros.
+inline void average(const FarKeys& far, int64_t segments, float* means) {
+    const float* sums = far.moments.get() + (segments * MOMENTS - 1) * WIDTH;
+    for (int c = 0; c < WIDTH; c++) means[c] = sums[c] / (segments * SEGMENT);
+}
+
+// Lines of regression of a strip's queries, from their states, of values on scores: covariance over variance. Of so
+// many segments, whose means the block has.
+void regress(Block& block, int strip, const float (*states)[DIM], const FarKeys& far, int64_t segments, float scaling) {
+    constexpr int SLAB = find_slab(WIDTH / LANES);
+    const float *moments = far.moments.get() + (segments - 1) * MOMENTS * WIDTH, *means = block.means;
+    alignas(64) float along[STRIP][WIDTH];
+    for (int first = 0; first < WIDTH; first += SLAB * LANES) {
+        Singles sums[STRIP][SLAB];
+        multiply<SLAB, false>(states[0], DIM, moments + first, WIDTH, DIM, sums);
+        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++)
+            store(along[q] + first + c * LANES, sums[q][c]);
+    }
+    for (int q = 0; q < STRIP; q++) {
+        float centre = 0, score = 0, variance = 0;
+        for (int d = 0; d < DIM; d++) centre += widen(far.centres[d]) * states[q][d], score += means[d] * states[q][d];
+        for (int c = 0; c < WIDTH; c++) along[q][c] = along[q][c] / (segments * SEGMENT) - score * means[c];
+        for (int d = 0; d < DIM; d++) variance += along[q][d] * states[q][d];
+        const float slope = scaling * scaling * variance > FLAT ? 1 / (scaling * variance) : 0;
+        for (int d = 0; d < VALUE_DIM; d++) block.slopes[strip * STRIP + q][d] = along[q][DIM + d] * slope;
+        block.mean_scores[strip * STRIP + q] = scaling * (centre + score);
+    }
+}
+
+}  // namespace
