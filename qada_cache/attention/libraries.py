@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu
-from ..kernels.cpu import compiled_decode, latent, prompt, quantizing, recording, selected_prompt
+from ..kernels.cpu import compiled_decode, correlating, latent, prompt, quantizing, recording, selected_prompt
 from ..kernels.cpu.building import Library, build_ahead
 from ..kernels.operands import Query
 from ..models.latent import LatentSizes
@@ -48,6 +48,13 @@ def list_libraries(
             macros, build = selected_prompt.define_selecting(*of_prompt), selected_prompt.build_selecting
             found.append(Library(selected_prompt.SOURCE, macros, partial(build, *of_prompt)))
         found.append(Library(prompt.SOURCE, prompt.define(*of_prompt), partial(prompt.build, *of_prompt)))
+    asked = {dim} if options.tracks_moments else set[int]()  # channels, whose covariance with keys is
+    asked |= {value_dim} if options.selects_tokens else set()
+    for left in asked:
+        of_tokens = left, dim, dtype
+        if prompt.has_instructions() and correlating.serves_sizes(*of_tokens):
+            build = partial(correlating.build_correlating, *of_tokens)
+            found.append(Library(correlating.SOURCE, prompt.define(*of_tokens), build))
     return found
 
 

@@ -1,5 +1,5 @@
-"""Which implementation takes tokens into means and covariances: Triton's kernels on a GPU, once tried there; else
-torch."""
+"""Which implementation takes tokens into means and covariances: Triton's kernels on a GPU, once tried there; a C++
+kernel on a CPU; else torch."""
 
 import functools
 import logging
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..said_once import warn_once
 from .choice import AUTO_DEVICES, MAX_DIM, explain_unsupported
+from .cpu.correlating import serves, take_in_compiled
 from .reference import find_fault
 
 logger = logging.getLogger(__name__)
@@ -22,9 +23,11 @@ def take_in(
     count: int, means: tuple[Tensor, Tensor], covariance: Tensor, left: Tensor, right: Tensor, kernels: str = "auto"
 ) -> None:
     """`take_in_by_torch`, or what does the same; `kernels` is one of `choice.KINDS`."""
-    found = None
+    found: Callable | None = None
     if kernels != "torch" and left.device.type in AUTO_DEVICES and left.dim() == 4:
         found = _find_kernel(left.device, left.dtype, right.dtype, left.shape[3], right.shape[3])
+    elif kernels != "torch" and serves(left, right):
+        found = take_in_compiled
     (found or take_in_by_torch)(count, means, covariance, left, right)
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from qada_cache.kernels import cpu
-from qada_cache.kernels.cpu import building, latent, prompt, quantizing, recording, selected_prompt
+from qada_cache.kernels.cpu import building, correlating, latent, prompt, quantizing, recording, selected_prompt
 from qada_cache.kernels.cpu.processor import ARM, X86
 from qada_cache.sketch.coded import RecordLayout
 
@@ -91,7 +91,8 @@ def count_failures(target: Target) -> int:
         failed += not is_clean(target, latent.SOURCE, latent.define_latent(dtype, dim, rank, records), processor)
         macros = cpu.define(cpu.ELEMENTS[dtype], dim, rank, 4, records, shared=True)
         failed += not is_clean(target, cpu.SOURCE, macros, processor)
-    of_prompts = (prompt.SOURCE, prompt.define), (selected_prompt.SOURCE, selected_prompt.define_selecting)
+    of_prompts = [(prompt.SOURCE, prompt.define), (selected_prompt.SOURCE, selected_prompt.define_selecting)]
+    of_prompts.append((correlating.SOURCE, prompt.define))
     for processor, instructions in target.of_prompts.items():
         with mock.patch.object(prompt, "read_instructions", lambda found=instructions: found):
             for (source, define), sizes, dtype in product(of_prompts, PROMPT_SIZES, prompt.NUMBERS):

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from qada_cache.kernels.cpu import addresses, compiled_decode, latent, prompt, quantizing, recording, selected_prompt
+from qada_cache.kernels.cpu import (
+    addresses,
+    compiled_decode,
+    correlating,
+    latent,
+    prompt,
+    quantizing,
+    recording,
+    selected_prompt,
+)
 
 FOLDER = Path(prompt.__file__).parent
 KINDS = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float, "double": ctypes.c_double}
@@ -20,6 +29,7 @@ MIRRORS = {
     ("prompt.cpp", "Call"): prompt.Call,
     ("selecting.h", "Call"): selected_prompt.Call,
     ("quantize.cpp", "Quantizing"): quantizing.Quantizing,
+    ("correlate.cpp", "Correlating"): correlating.Correlating,
     ("coding.h", "Coding"): recording.Coding,
     ("latent.cpp", "Call"): latent.Call,
 }

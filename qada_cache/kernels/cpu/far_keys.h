@@ -9,7 +9,6 @@ namespace {
 
 constexpr int WORDS_TOGETHER = QUERY_SIGNED ? 1 : TOGETHER;  // whose products are to have a sum of 16 bits
 constexpr int MOMENTS = DIM + 1;  // rows: those of keys, and their number's
-constexpr int MOMENT_ROWS = (MOMENTS + ROWS - 1) / ROWS * ROWS;
 
 struct FarKeys {
     explicit FarKeys(int64_t count)
@@ -84,25 +83,20 @@ void encode_segment(FarKeys& far, const Call& call, int64_t segment) {
 
 // A segment's own moments.
 void sum_segment(FarKeys& far, const Call& call, int64_t segment) {
-    constexpr int SLAB = find_slab(WIDTH / LANES);
+    constexpr int KEY_ROWS = (DIM + ROWS - 1) / ROWS * ROWS;  // the last ones of no key
     const int64_t token = call.first + segment * SEGMENT;
-    alignas(64) float rows[MOMENT_ROWS][SEGMENT] = {}, both[SEGMENT][WIDTH] = {};
+    alignas(64) float both[SEGMENT][WIDTH] = {}, sums[std::max(KEY_ROWS, MOMENTS)][WIDTH] = {};
     for (int t = 0; t < SEGMENT; t++) {
         const Number *key = call.key + (token + t) * call.key_token,
                      *value = call.value + (token + t) * call.value_token;
-        for (int d = 0; d < DIM; d++) both[t][d] = rows[d][t] = widen(key[d]) - widen(far.centres[d]);
+        for (int d = 0; d < DIM; d++) both[t][d] = widen(key[d]) - widen(far.centres[d]);
         for (int d = 0; d < VALUE_DIM; d++) both[t][DIM + d] = widen(value[d]);
     }
-    std::fill_n(rows[DIM], SEGMENT, 1.0f);
-    float* moments = far.moments.get() + segment * MOMENTS * WIDTH;
-    for (int row = 0; row < MOMENTS; row += ROWS)
-        for (int first = 0; first < WIDTH; first += SLAB * LANES) {
-            Singles sums[ROWS][SLAB];
-            multiply<SLAB, false>(rows[row], SEGMENT, both[0] + first, WIDTH, SEGMENT, sums);
-            for (int q = 0; q < std::min(ROWS, MOMENTS - row); q++)
-                UNROLLED for (int c = 0; c < SLAB; c++)
-                    store(moments + (row + q) * WIDTH + first + c * LANES, sums[q][c]);
-        }
+    add_products<SEGMENT>(both, KEY_ROWS, both, sums);
+    std::fill_n(sums[DIM], WIDTH, 0.0f);
+    for (int t = 0; t < SEGMENT; t++)
+        for (int c = 0; c < WIDTH; c++) sums[DIM][c] += both[t][c];
+    std::copy_n(sums[0], MOMENTS * WIDTH, far.moments.get() + segment * MOMENTS * WIDTH);
 }
 
 // What is to be known of so many segments from `call.first` on, whatever the number of threads.

@@ -17,14 +17,12 @@
 #include <cmath>
 #include <memory>
 
-#include "operations.h"
-#include "tiles.h"
+#include "products.h"
 
 extern "C" int omp_get_thread_num() noexcept;  // no header of OpenMP's comes with Xcode's compiler
 
 namespace {
 
-constexpr int ROWS = TILED ? 4 : 6;  // whose sums stay in registers
 constexpr int STRIP = TILED ? 2 * SIDE : ROWS;  // queries
 constexpr int CHUNK = VECTORS * LANES;  // keys whose scores a strip sums at once
 constexpr int TILE = 256;  // keys between two looks at a strip's sums of values
@@ -32,10 +30,6 @@ constexpr int round_to_tiles(int words) { return TILED ? (words + SIDE - 1) / SI
 constexpr int WORDS = round_to_tiles(DIM / IN_WORD);  // of a query or a key, zeros behind
 static_assert(DIM % IN_WORD == 0 && VALUE_DIM % LANES == 0 && TILE % CHUNK == 0);
 constexpr int SUMMED = 64;  // of these, at once
-// Vectors summed at once, a divisor of a row's.
-constexpr int find_slab(int row, int vectors = VECTORS) {
-    return row % vectors ? find_slab(row, vectors - 1) : vectors;
-}
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 constexpr float FAR = 1 << 24;  // scores beyond are rounded as their peak is, from which they would else be far
 
@@ -90,23 +84,6 @@ inline void pack(const Number* key, int64_t key_stride, const Number* value, int
         const auto token = [&](int64_t each) { return chunk * CHUNK + each; };
         pack_keys(key, key_stride, tokens - chunk * CHUNK, token, keys + chunk * CHUNK * WORDS);
         pack_values(value, value_stride, tokens - chunk * CHUNK, token, values + chunk * CHUNK / IN_WORD * VALUE_DIM);
-    }
-}
-
-// Sums of products of so many words of ROWS rows, `stride` words apart, and of SLAB vectors of a matrix's, `width`
-// words apart. PACKED: words are as `added` has them, else floats.
-template <int SLAB, bool PACKED = true>
-INLINED void multiply(const void* rows, int stride, const void* matrix, int width, int words, Singles (*sums)[SLAB]) {
-    UNROLLED for (int q = 0; q < ROWS; q++) UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] = Singles{};
-    for (int word = 0; word < words; word++) {
-        Words column[SLAB];
-        UNROLLED for (int c = 0; c < SLAB; c++) column[c] =
-            loaded<Words>((const uint32_t*)matrix + word * width + c * LANES);
-        UNROLLED for (int q = 0; q < ROWS; q++) {
-            const Words row = Words{} + loaded<uint32_t>((const uint32_t*)rows + q * stride + word);
-            UNROLLED for (int c = 0; c < SLAB; c++) sums[q][c] =
-                PACKED ? added(sums[q][c], column[c], row) : fused((Singles)column[c], (Singles)row, sums[q][c]);
-        }
     }
 }
 
