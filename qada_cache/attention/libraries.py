@@ -52,7 +52,7 @@ def list_libraries(
     asked |= {value_dim} if options.selects_tokens else set()
     for left in asked:
         of_tokens = left, dim, dtype
-        if prompt.has_instructions() and correlating.serves_sizes(*of_tokens):
+        if prompt.has_instructions() and correlating.takes_channels(*of_tokens):
             build = partial(correlating.build_correlating, *of_tokens)
             found.append(Library(correlating.SOURCE, prompt.define(*of_tokens), build))
     return found

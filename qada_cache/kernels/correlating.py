@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..said_once import warn_once
 from .choice import AUTO_DEVICES, MAX_DIM, explain_unsupported
-from .cpu.correlating import serves, take_in_compiled
+from .cpu.correlating import take_in_compiled, takes_tokens
 from .reference import find_fault
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def take_in(
     found: Callable | None = None
     if kernels != "torch" and left.device.type in AUTO_DEVICES and left.dim() == 4:
         found = _find_kernel(left.device, left.dtype, right.dtype, left.shape[3], right.shape[3])
-    elif kernels != "torch" and serves(left, right):
+    elif kernels != "torch" and takes_tokens(left, right):
         found = take_in_compiled
     (found or take_in_by_torch)(count, means, covariance, left, right)
 

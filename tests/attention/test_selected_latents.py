@@ -89,18 +89,21 @@ def test_few_tokens_say_nearly_the_same(model: PreTrainedModel, bits: int, monke
     ids = prompt(390)[0]
     kinds: dict[str, dict[str, Any]] = {"auto": {}, "torch": {"kernels": "torch"}, "offloaded": {"kernels": "torch"}}
     kinds |= {"local": {"criterion": "local"}, "all": {"criterion": "dense"}}
-    found = {}
+    found, read = {}, {}
     for kind, options in kinds.items():
         with accelerator() if kind == "offloaded" else nullcontext():
             cache = QAdACache(model, **{**OPTIONS, "token_threshold": 2.0, "bulk_bits": bits, **options})
             found[kind] = forced(model, ids, [380, 1], cache)[:, 380:]
-        stats = cache.stats()
+        read[kind] = (stats := cache.stats()).bulk_read_bytes
         if kind not in ("local", "all"):
-            assert 0.02 < stats.bulk_read_bytes / stats.dense_bulk_bytes < 0.7
-    assert_near(model, found["auto"], found["torch"])
+            assert 0.02 < read[kind] / stats.dense_bulk_bytes < 0.7
     assert_near(model, found["offloaded"], found["torch"])
+    assert read["offloaded"] == read["torch"]
     off, missed = ((found[kind] - found["all"]).norm() for kind in ("auto", "local"))
     assert off < 0.3 * missed
+    # Sums in another order turn a code now and then, a slope of 16 bits, or whether a token at the cut is read.
+    assert (found["auto"] - found["torch"]).norm() < 1e-3 * missed
+    assert read["auto"] == pytest.approx(read["torch"], rel=1e-3)
 
 
 @torch.no_grad()

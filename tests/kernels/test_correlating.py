@@ -33,7 +33,7 @@ def make_empty(*shape: int) -> Tensor:
 def take_in(parts: list[tuple[Tensor, Tensor]], means: tuple[Tensor, Tensor], covariance: Tensor) -> None:
     count = 0
     for left, right in parts:
-        assert correlating.serves(left, right)
+        assert correlating.takes_tokens(left, right)
         dispatch.take_in(count, means, covariance, left, right)
         count += left.shape[2]
 
@@ -89,16 +89,16 @@ def test_threads_change_nothing() -> None:
 def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other dtypes, channels apart, few tokens, and whoever asks for torch: the same, to rounding."""
     values, keys = (draw(200, 16, torch.float32, 1.0) for _ in range(2))
-    assert correlating.serves(values, keys)
+    assert correlating.takes_tokens(values, keys)
     apart = keys.repeat_interleave(2, dim=3)[..., ::2]
-    assert not correlating.serves(values, apart)
-    assert not correlating.serves(values.double(), keys.double())
-    assert not correlating.serves(values.half(), keys.half())
-    assert not correlating.serves(values, keys.bfloat16())
-    assert not correlating.serves(values, keys[..., :8])
-    assert not correlating.serves_sizes(272, 272, torch.float32)
+    assert not correlating.takes_tokens(values, apart)
+    assert not correlating.takes_tokens(values.double(), keys.double())
+    assert not correlating.takes_tokens(values.half(), keys.half())
+    assert not correlating.takes_tokens(values, keys.bfloat16())
+    assert not correlating.takes_tokens(values, keys[..., :8])
+    assert not correlating.takes_channels(272, 272, torch.float32)
     monkeypatch.setattr(correlating, "MIN_TOKENS", 201)
-    assert not correlating.serves(values, keys)
+    assert not correlating.takes_tokens(values, keys)
     monkeypatch.setattr(correlating, "MIN_TOKENS", 1)
     monkeypatch.setattr(dispatch, "take_in_compiled", None)
     means, covariance = (make_empty(16), make_empty(16)), make_empty(16, 16)

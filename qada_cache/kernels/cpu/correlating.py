@@ -26,7 +26,7 @@ class Correlating(ctypes.Structure):
     )
 
 
-def serves(left: Tensor, right: Tensor) -> bool:
+def takes_tokens(left: Tensor, right: Tensor) -> bool:
     """Whether `take_in_compiled` takes such tokens, its build included: those of long prompts."""
     return (
         left.device.type == right.device.type == "cpu"
@@ -34,19 +34,19 @@ def serves(left: Tensor, right: Tensor) -> bool:
         and left.shape[2] >= MIN_TOKENS
         and left.stride(3) == right.stride(3) == 1
         and left.dtype == right.dtype
-        and serves_sizes(left.shape[3], right.shape[3], left.dtype)
+        and takes_channels(left.shape[3], right.shape[3], left.dtype)
         and build_correlating(left.shape[3], right.shape[3], left.dtype) is not None
     )
 
 
-def serves_sizes(dim: int, other_dim: int, dtype: torch.dtype) -> bool:
+def takes_channels(dim: int, other_dim: int, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for so many channels, on processors with its instructions."""
     return max(dim, other_dim) <= MAX_DIM and prompt.serves_sizes(dim, other_dim, dtype)
 
 
 def take_in_compiled(count: int, means: tuple[Tensor, Tensor], covariance: Tensor, left: Tensor, right: Tensor) -> None:
     """`correlating.take_in_by_torch`, but for the order of sums, of `left` `[rows, heads, tokens, n]` and `right` (`m`)
-    that `serves` admits. MemoryError, if there is none for means of all heads."""
+    that `takes_tokens` admits. MemoryError, if there is none for means of all heads."""
     (*each, tokens, dim), other_dim = left.shape, right.shape[3]
     call = Correlating(
         find_address("left", left, prompt.NUMBERS, left.shape, packed=1),
