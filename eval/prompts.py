@@ -45,6 +45,8 @@ def measure_loss(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     """A row for each text, length and threshold."""
     if min(options.tokens) <= LAST or options.documents < 1:
         parser.error(f"--tokens must be above {LAST}, --documents at least 1")
+    if not min(options.thresholds) >= 0:
+        parser.error("--thresholds must not be negative")
     with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype)
     told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch.")}

@@ -261,7 +261,7 @@ class QAdACache(WatchedCache):
         names its model by config, and by a sample of the weights if the cache was built with the model.
 
         Raises:
-            RuntimeError: a forward pass was interrupted, so there is no whole state.
+            RuntimeError: a forward pass was interrupted, so there is no whole state; the model has another dtype.
             NotImplementedError: a layer of another kind holds more than tensors and numbers, or processes share the
                 model.
             OSError: the file cannot be written, or is no regular file.

@@ -61,6 +61,11 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
     check_unsharded(managed.shard.size)
     model, stores = managed.get(), [layer.store for layer in layers if isinstance(layer, QAdALayer) and layer.store]
     dtypes = {dtype for store in stores for dtype in store.dtypes} | {managed.dtype} - {None}
+    if model is not None and model.dtype not in dtypes:  # no model would have these weights and that dtype
+        raise RuntimeError(
+            f"this cache was filled by its model in {' or '.join(sorted(map(str, dtypes)))}, and the model is in "
+            f"{model.dtype} now: save it before the model is moved, or move the model back"
+        )
     state: dict[str, Any] = {
         "options": {name: getattr(options, name) for name in _OPTIONS},
         "model": _read_identity(managed.config),

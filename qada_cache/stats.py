@@ -116,14 +116,11 @@ class CacheStats:
         return self.prompt_read_pairs / self.prompt_pairs if self.prompt_pairs else math.nan
 
     def __str__(self) -> str:
-        decided = "no adaptive steps"
-        if not self.steps and self.dense_bulk_bytes:
+        decided = f"{self.steps or 'no'} adaptive steps"
+        if self.decisions:
+            decided += f": query heads local {self.sparsity:.1%}, KV heads local {self.kv_sparsity:.1%}"
+        if self.dense_bulk_bytes:
             decided += f", {self.read_share:.1%} of the bulk's bytes read"
-        if self.steps:
-            decided = (
-                f"{self.steps} adaptive steps: query heads local {self.sparsity:.1%}, KV heads local "
-                f"{self.kv_sparsity:.1%}, {self.read_share:.1%} of the bulk's bytes read"
-            )
         prompts = f", {self.prompt_read_share:.1%} of the pairs of prompts computed" if self.prompt_pairs else ""
         return (
             f"{self.tokens} tokens, {decided}; device {self.device_bytes / 2**20:.1f} MiB, host "

@@ -18,7 +18,7 @@ from ..kernels.cpu.building import has_compiler
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
 from ..key_moments.rotation import read_rope_settings
-from ..models import attends_twice, list_sizes, read_sizes
+from ..models import attends_twice, check_loaded, list_sizes, read_sizes
 from ..models.latent import INDEXED, find_latent_sizes
 from ..models.sharding import check_whole_config, find_shard
 from ..models.shared_keys import find_readers
@@ -82,12 +82,7 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
     asked = [getattr(part, "_can_set_attn_implementation", None) for part in parts or [model]]
     if not all(can_set is None or can_set() for can_set in asked):
         raise NotImplementedError(f"this model computes attention without transformers' AttentionInterface: {way_out}")
-    elsewhere = any(hasattr(part, "_hf_hook") for part in model.modules())  # accelerate brings weights as they are used
-    if not elsewhere and any(weight.is_meta for weight in model.parameters()):
-        raise ValueError(
-            "weights of this model are on the meta device, where nothing is computed: load them first "
-            "(from_pretrained, or to_empty and load_state_dict), then build the cache"
-        )
+    check_loaded(model)
 
 
 def warn_of_no_layers(layers: Sequence[Any], config: PreTrainedConfig) -> None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import suspend_autocast
-from ..models import find_full_attention_layers, find_inputs_device, unwrap_model
+from ..models import check_loaded, find_full_attention_layers, find_inputs_device, unwrap_model
 from ..models.plain import make_plain
 from ..models.sharding import HeadShard, find_shard
 from ..models.shared_keys import find_readers
@@ -127,11 +127,12 @@ def collect(
 
     Raises:
         ValueError: an argument outside its range, a prompt too short, scheme "analytic" without a known rotation,
-            or no layer with keys for a QAdACache.
+            no layer with keys for a QAdACache, or weights that were never loaded.
     """
     model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"key moments are collected from a transformers model, got {type(model).__name__}")
+    check_loaded(model)
     if isinstance(tokenizer, Tensor):
         raise TypeError("token ids are the prompt, not the tokenizer: give prompt=...")
     if scheme not in SCHEMES:

@@ -34,6 +34,16 @@ def find_inputs_device(model: PreTrainedModel) -> torch.device:
     return model.device
 
 
+def check_loaded(model: PreTrainedModel) -> None:
+    """Raise ValueError, if weights of a model hold nothing, and nobody brings them as they are used."""
+    elsewhere = any(hasattr(part, "_hf_hook") for part in model.modules())  # accelerate does
+    if not elsewhere and any(weight.is_meta for weight in model.parameters()):
+        raise ValueError(
+            "weights of this model are on the meta device, where nothing is computed: load them first "
+            "(from_pretrained, or to_empty and load_state_dict), then build the cache"
+        )
+
+
 def find_full_attention_layers(cache: DynamicCache) -> list[int]:
     """The layers of `DynamicCache(config=...)` that keep every key, and attend to all."""
     # Exact type: subclasses (sliding windows, indexers, linear attention) keep their own states.

@@ -168,9 +168,7 @@ class QAdALayer(Asker, DynamicLayer):
     def check_attended(self) -> None:
         """Raise if tokens were taken in that never came back through our attention function."""
         if self.incoming is not None:
-            instead = (
-                f"read tokens by model(input_ids, {CACHE}=cache), QAdACache.load a saved cache, or use DynamicCache"
-            )
+            instead = f"read tokens by model(input_ids, {CACHE}=cache), QAdACache.load a cache, or use DynamicCache"
             if _is_put_in():
                 raise RuntimeError(
                     f"layer {self.index}: keys that QAdACache returned did not come back. It is not filled by update() "
@@ -181,9 +179,9 @@ class QAdALayer(Asker, DynamicLayer):
                 f"layer {self.index}: the keys that QAdACache returned did not come back to its attention function. "
                 f"Either this {self.shared.model.model_type} model computes attention in a way QAdACache does not "
                 "support, or the cache was built with a config that is not this model's own (use QAdACache(model)), or "
-                "the model's attention implementation was changed since, or a forward pass was interrupted, or keys "
-                f"and values were put in by update() from outside ({instead}). Nothing was computed from the cache; "
-                "use DynamicCache, or fix the cause and call reset()"
+                "the model's attention implementation was changed since, or a forward pass was interrupted, or threads "
+                "share the cache (give each a copy), or keys and values were put in by update() from outside "
+                f"({instead}). Nothing was computed from the cache; use DynamicCache, or fix the cause and call reset()"
             )
 
     def abandon(self, tokens: int) -> None:
@@ -269,9 +267,13 @@ def find_adaptive_tokens(layers: Iterable[Any], window: int) -> int:
 
 def check_crop(tokens_to_remove: Any) -> int:
     """The argument of `crop` as an int, 0 or negative: ValueError or TypeError otherwise."""
-    tokens = operator.index(tokens_to_remove)  # assisted decoding of transformers 5.17 counts by a tensor
+    takes = f"crop takes a negative count of tokens to remove, got {tokens_to_remove!r}"
+    try:
+        tokens = operator.index(tokens_to_remove)  # assisted decoding of transformers 5.17 counts by a tensor
+    except TypeError as error:
+        raise TypeError(takes) from error
     if tokens > 0:
-        raise ValueError(f"crop takes a negative count of tokens to remove, got {tokens}")
+        raise ValueError(takes)
     return tokens
 
 

@@ -122,6 +122,9 @@ def test_a_cache_is_not_a_list(model: PreTrainedModel) -> None:
         list(exact(model))
     with pytest.raises(ValueError, match="crop takes a negative count of tokens to remove, got 3"):
         exact(model).crop(3)
+    for count in (None, -1.5):
+        with pytest.raises(TypeError, match=f"crop takes a negative count of tokens to remove, got {count}"):
+            exact(model).crop(count)
 
 
 @pytest.mark.parametrize("name", ["keys", "values"])

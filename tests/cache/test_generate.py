@@ -226,3 +226,11 @@ def test_chunks_end_with_the_prompt() -> None:
     assert decoded == 4
     generate(model, torch.cat([first, prompt(9, seed=2)[0]], dim=1), cache, tokens=1)
     assert cache.stats().decisions == decoded + 10
+
+
+@pytest.mark.parametrize(("length", "counted"), [(10, ""), (19, ": query heads local 0.0%, KV heads local 0.0%")])
+def test_statistics_of_short_texts(length: int, counted: str, model: PreTrainedModel) -> None:
+    """Nothing is decided, or nothing is stored: no share of nothing is printed."""
+    cache = exact(model)
+    generate(model, prompt(length)[0], cache, tokens=3)
+    assert str(cache.stats()).startswith(f"{length + 2} tokens, 2 adaptive steps{counted}; device ")

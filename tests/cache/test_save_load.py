@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SMALL, generate, logits_of, prompt, tiny
+from models import SMALL, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -137,3 +137,18 @@ def test_pickling_is_refused_in_words() -> None:
         with pytest.raises(TypeError, match=r"cannot be pickled, .*: use save\(\) and QAdACache\.load"):
             attempt(cache)
     assert copy.copy(cache).layers is cache.layers
+
+
+def test_a_model_that_was_moved_to_another_dtype(tmp_path: Path) -> None:
+    """A file of the new weights beside the old tokens would serve no model. A cache filled afterwards does."""
+    model, ids, path = tiny(), prompt(60)[0], tmp_path / "cache"
+    cache = adaptive(model)
+    forced(model, ids, [60], cache)
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"by its model in torch.float32, and the model is in torch.bfloat16 now"):
+        cache.save(path)
+    assert not path.exists()
+    cache.reset()
+    forced(model, ids, [60], cache)
+    cache.save(path)
+    assert QAdACache.load(path, model).get_seq_length() == 60

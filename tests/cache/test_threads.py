@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SMALL, generate, logits_of, prompt, tiny
+from models import SMALL, forced, generate, logits_of, prompt, tiny
 
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.key_moments import defaults
@@ -55,6 +55,22 @@ def test_caches_in_threads(moments: str) -> None:
     alone = [turn(index) for index in range(THREADS)]
     for got, wanted in zip(at_once(turn), alone, strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_a_cache_that_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comes to the keys of another, which these are no more."""
+    model, ids = tiny(), prompt(60)[0]
+    cache, original = QAdACache(model, **SMALL), QAdACache.update
+
+    def update(self: QAdACache, *states: Any, **options: Any) -> Any:
+        monkeypatch.setattr(QAdACache, "update", original)  # the other thread's
+        taken = original(self, *states, **options)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match=r"threads share the cache \(give each a"):
+            pool.submit(forced, model, ids, [60], cache).result()
+        return taken
+
+    monkeypatch.setattr(QAdACache, "update", update)
+    assert torch.equal(forced(model, ids, [60], cache), forced(model, ids, [60], None))
 
 
 def test_latents_in_threads() -> None:

@@ -24,9 +24,10 @@ def test_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert abs(float(low["kl"])) < 1e-5
         assert float(low["kl"]) <= float(high["kl"])
         assert float(high["pairs"]) <= float(low["pairs"]) <= 1
-    with pytest.raises(SystemExit):
-        prompts.main([*model, "--tokens", "512"])
-    assert "--tokens must be above 512" in capsys.readouterr().err
+    for wrong, told in ((["--tokens", "512"], "be above 512"), (["--thresholds", "4.4", "-1"], "not be negative")):
+        with pytest.raises(SystemExit):
+            prompts.main([*model, *wrong])
+        assert f"{wrong[0]} must {told}" in capsys.readouterr().err
 
 
 def test_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
