@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             stored = Step(dim, dim, 1, torch.bfloat16, CAPACITY, *SKETCHES[sketch])
             rows += measure(dim, "", sketch, stored.record_storing())
     if args.dims is None or LATENT in args.dims:
-        for sketch in [each for each in args.sketches if SKETCHES[each][1] == 16]:
+        for sketch in args.sketches:
             counted = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64, device="cpu")}
             told = LATENT, RANK, LATENT_HEADS[0], torch.bfloat16, CAPACITY, *SKETCHES[sketch], counted
             rows += measure(LATENT, LATENT_HEADS[0], sketch, Step(*told, shared=True).record_launches())

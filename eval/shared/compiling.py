@@ -81,7 +81,8 @@ class Step:
         query = Query(torch.zeros(BATCH, KV_HEADS * self.group, self.queries, self.dim, dtype=dtype, **size), 0.1)
         query.log_bulk = torch.zeros(BATCH, KV_HEADS, self.group, self.queries, dtype=torch.float32, **size)
         rows = Rows(mask, mask, flat, flat[:, 0, 0].contiguous(), torch.ones_like(flat, dtype=torch.bool))
-        records = RecordLayout.from_bits(self.dim, self.value_dim, self.rung) if self.bits else None
+        stored_dim = 0 if self.shared else self.value_dim  # of values in records
+        records = RecordLayout.from_bits(self.dim, stored_dim, self.rung) if self.bits else None
         stored = self.capacity - (find_segment_start(self.capacity) if records else 0)
         shapes = [(BATCH, KV_HEADS, tokens, dim) for tokens in (COLUMNS, stored) for dim in (self.dim, self.value_dim)]
         held = [torch.zeros(shape, dtype=dtype, **size) for shape in shapes]

@@ -85,6 +85,7 @@ def main() -> None:
         (89, Step(64, 64, 1, torch.float32, 2000, 1)),
         (90, Step(64, 64, 7, torch.bfloat16, 40_000, 1.5, 8, options=count, queries=112)),
         (90, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, options=count, shared=True)),
+        (90, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, 8, options=count, shared=True)),
     ]
     rest = [
         (90, Step(128, 128, 4, torch.bfloat16, 40_000, 2, options=count)),
@@ -110,6 +111,9 @@ def main() -> None:
         (80, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, options=count, queries=3, shared=True)),
         (80, Step(576, 512, 16, torch.float32, 2000, 1.5, options=count, shared=True)),
         (80, Step(640, 512, 5, torch.bfloat16, 2000, 4, options=count, shared=True)),
+        (89, Step(576, 512, 16, torch.float16, 40_000, 1.5, 4, options=count | any_head, shared=True)),
+        (80, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, 8, options=count, queries=3, shared=True)),
+        (80, Step(640, 512, 5, torch.float32, 2000, 2, 4, options=count, shared=True)),
         (89, Step(288, 256, 8, torch.bfloat16, 2000, options=any_head, shared=True)),
         (90, Step(576, 512, 16, torch.float32, 2000, shared=True)),
     ]
