@@ -47,11 +47,12 @@ def check_prompts(few: bool) -> None:
 
 def check_latents(few: bool) -> None:
     """Kernels of latent attention, whose tokens are read 16 bytes at a time."""
-    usual = [(90, 576, 512, 16, torch.bfloat16)]
-    rest = [(89, 576, 512, 128, torch.float16), (80, 576, 512, 128, torch.bfloat16), (80, 288, 256, 40, torch.bfloat16)]
-    for capability, *sizes in usual if few else rest:
+    usual = [(90, 576, 512, 16, torch.bfloat16, 16), (90, 576, 512, 128, torch.bfloat16, 8)]
+    rest = [(89, 576, 512, 128, torch.float16, 16), (80, 576, 512, 128, torch.bfloat16, 16)]
+    rest += [(80, 288, 256, 40, torch.bfloat16, rung) for rung in (16, 8)] + [(89, 576, 512, 128, torch.float16, 4)]
+    for capability, *sizes, rung in usual if few else rest:
         most = latents.QUERIES if SHARED[capability] < latents.WIDE_MEMORY else latents.WIDE_QUERIES
-        for recorder in record_latents(*sizes, most=most):
+        for recorder in record_latents(*sizes, most=most, rung=rung):
             compiled, name = Compiled(recorder, capability), recorder.kernel.__name__
             print(f"sm_{capability} {name}: {compiled.shared} bytes of shared memory")
             assert compiled.shared <= SHARED[capability], "more shared memory than the device has"
