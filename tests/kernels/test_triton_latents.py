@@ -17,8 +17,9 @@ from qada_cache.kernels import choice, latent_choice
 from qada_cache.kernels.cpu import latent as compiled
 from qada_cache.kernels.operands import Query
 from qada_cache.said_once import warn_once
+from qada_cache.sketch import Layout
 from qada_cache.sketch.codec import Sketch
-from qada_cache.sketch.coded import fit_records
+from qada_cache.sketch.coded import RecordLayout, fit_records
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from steps import DEVICES, interpreter
@@ -196,6 +197,22 @@ def test_what_is_wrong_is_noticed(
         assert latent_choice.find_latent_attention(query, latents, 32, "auto") is None
     assert [record.message for record in caplog.records if "not by Triton's kernel" in record.message][1:] == []
     assert "latents are read on cpu by torch's operations" in caplog.text
+
+
+@interpreter
+@pytest.mark.usefixtures("taken_for_gpu")
+def test_what_is_wrong_with_records_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of who takes the second segment's tokens for the first one's."""
+    original = kernel.attend_recorded_latents
+    told = *tensors(3, 90, 48, torch.float32), 32, "auto", Layout.from_bits(48, 1.5), RecordLayout.from_bits(48, 0, 8)
+    assert latent_choice.find_recorded_attention(*told) is original
+    latent_choice._find_record_fault.cache_clear()
+
+    def broken(*given: Any, segments: int, **named: Any) -> tuple[Tensor, Tensor]:
+        return original(*given, segments=segments - 1, **named)
+
+    monkeypatch.setattr(kernel, "attend_recorded_latents", broken)
+    assert latent_choice.find_recorded_attention(*told) is None
 
 
 @interpreter
