@@ -2,9 +2,9 @@
 
 No GPU is used: the compiler and the assembler are those that come with Triton. A row is one kernel of one decode step;
 without a group, of storing tokens: of the sketch, or behind a plus of the records alone. Heads of 576 channels are
-those of latents, with as many query heads as the group; those without a sketch read all exactly. A row has registers
-and stack bytes of a thread, bytes of shared memory of a program, and the instructions of its code, each counted once,
-however often it runs. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
+those of latents, with as many query heads as the group; `latent_kernel` and `recorded_latent_kernel` read
+all exactly. A row has registers and stack bytes of a thread, bytes of shared memory of a program, and the instructions
+of its code, each counted once, however often it runs. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
 """
 
 import itertools
@@ -64,12 +64,17 @@ def main(argv: list[str] | None = None) -> int:
             stored = Step(dim, dim, 1, torch.bfloat16, CAPACITY, *SKETCHES[sketch])
             rows += measure(dim, "", sketch, stored.record_storing())
     if args.dims is None or LATENT in args.dims:
-        for sketch in [each for each in args.sketches if SKETCHES[each][1] == 16]:
+        for sketch in args.sketches:
             counted = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64, device="cpu")}
-            told = LATENT, RANK, LATENT_HEADS[0], torch.bfloat16, CAPACITY, *SKETCHES[sketch], counted
-            rows += measure(LATENT, LATENT_HEADS[0], sketch, Step(*told, shared=True).record_launches())
-        for heads in LATENT_HEADS:
-            rows += measure(LATENT, heads, "", record_latents(LATENT, RANK, heads, torch.bfloat16, most=WIDE_QUERIES))
+            step = Step(
+                LATENT, RANK, LATENT_HEADS[0], torch.bfloat16, CAPACITY, *SKETCHES[sketch], counted, shared=True
+            )
+            rows += measure(LATENT, LATENT_HEADS[0], sketch, step.record_launches())
+        coded = [sketch for sketch in args.sketches if SKETCHES[sketch][1] < 16]
+        for heads, sketch in itertools.product(LATENT_HEADS, ("", *coded)):
+            told = {"most": WIDE_QUERIES, "rung": SKETCHES[sketch][1] if sketch else 16}
+            found = record_latents(LATENT, RANK, heads, torch.bfloat16, **told)
+            rows += measure(LATENT, heads, sketch, found[:1] if sketch else found)  # parts are merged alike
     print(align(rows))
     if args.out is not None:
         write(args.out, rows)

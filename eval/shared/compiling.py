@@ -50,7 +50,7 @@ KERNELS = ("local_kernel", "bulk_kernel", "estimate_kernel", "selected_kernel")
 STORING = {coding: ("describe_kernel", "code_kernel", "scale_kernel"), deriving: ("derive_kernel",)}  # and, of records:
 RECORDING = {recording: ("record_kernel",)}
 ABSORBING = {correlating: ("correlate_kernel", "merge_kernel"), copying: ("copy_kernel",)}
-LATENTS = {latents: ("latent_kernel", "latent_merge_kernel")}
+LATENTS = {latents: ("latent_kernel", "recorded_latent_kernel", "latent_merge_kernel")}
 PROMPT = {selected_prompt: ("share_kernel", "sample_kernel", "read_kernel")}
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
 OPTIONS = ("num_stages", "num_warps", "maxnreg")  # of a launch, for the compiler alone
@@ -81,7 +81,8 @@ class Step:
         query = Query(torch.zeros(BATCH, KV_HEADS * self.group, self.queries, self.dim, dtype=dtype, **size), 0.1)
         query.log_bulk = torch.zeros(BATCH, KV_HEADS, self.group, self.queries, dtype=torch.float32, **size)
         rows = Rows(mask, mask, flat, flat[:, 0, 0].contiguous(), torch.ones_like(flat, dtype=torch.bool))
-        records = RecordLayout.from_bits(self.dim, self.value_dim, self.rung) if self.bits else None
+        stored_dim = 0 if self.shared else self.value_dim  # of values in records
+        records = RecordLayout.from_bits(self.dim, stored_dim, self.rung) if self.bits else None
         stored = self.capacity - (find_segment_start(self.capacity) if records else 0)
         shapes = [(BATCH, KV_HEADS, tokens, dim) for tokens in (COLUMNS, stored) for dim in (self.dim, self.value_dim)]
         held = [torch.zeros(shape, dtype=dtype, **size) for shape in shapes]
@@ -150,12 +151,25 @@ def record_prompt(dim: int, group: int, capability: tuple[int, int]) -> list["Re
         return _record(PROMPT, lambda: selected_prompt.selected_attention(query, key, value, **told))
 
 
-def record_latents(dim: int, rank: int, queries: int, dtype: torch.dtype, *, most: int) -> list["Recorder"]:
+def record_latents(
+    dim: int, rank: int, queries: int, dtype: torch.dtype, *, most: int, rung: int = 16
+) -> list["Recorder"]:
     """What is launched to attend to a part of a layer's latents, with queries of so many heads, of which a program
-    takes at `most` so many."""
+    takes at `most` so many; `rung` is `bulk_bits`."""
     query, tokens = (torch.zeros(BATCH, 1, count, dim, dtype=dtype, device="cpu") for count in (queries, 2000))
+    layer = Step(dim, rank, queries, dtype, 2000, 1.5, rung, shared=True).make_operands()[2]
+
+    def attend() -> None:
+        if layer.records is None:
+            latents.attend_latents(query, tokens, rank, scaling=0.1)
+            return
+        assert layer.sketch is not None
+        held, weights = layer.records.tensor[:, :1], layer.records.weights[:1]
+        told = layer.sketch.map(lambda part: part[:, :1]), weights, layer.records.layout, rank
+        latents.attend_recorded_latents(query, held, *told, scaling=0.1, segments=3)
+
     with mock.patch.object(latents, "find_most_queries", return_value=most):
-        return _record(LATENTS, lambda: latents.attend_latents(query, tokens, rank, scaling=0.1))
+        return _record(LATENTS, attend)
 
 
 def record_absorbing(dim: int, dtype: torch.dtype) -> list["Recorder"]:

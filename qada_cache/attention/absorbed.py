@@ -1,15 +1,15 @@
 """Absorbed queries of latent attention, and the latents of a layer's storage, part by part.
 
-All heads' queries meet one key, whose first channels are the value: by a kernel of their own, which on a CPU decodes
-latents of few bits where it uses them; else by torch's operations.
+All heads' queries meet one key, whose first channels are the value: by a kernel of their own, which decodes latents of
+few bits where it uses them; else by torch's operations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from ..kernels.cpu import latent as compiled
-from ..kernels.latent_choice import attend_to_latents
+from ..kernels.latent_choice import attend_to_latents, find_recorded_attention
 from ..sketch import count_segments
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
@@ -38,7 +38,7 @@ def attend_to_parts(
         yield every, *attend(every, keys), 0
     found = None
     if kernels != "torch" and isinstance(bulk, CodedBulk):
-        found = _attend_to_records(bulk, rows, queries, rank, scaling)
+        found = _attend_to_records(bulk, rows, queries, rank, scaling, kernels)
     if found is None:
         for part in stream(bulk, rows):
             at = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
@@ -51,18 +51,20 @@ def attend_to_parts(
 
 
 def _attend_to_records(
-    bulk: CodedBulk, rows: slice, queries: Tensor, rank: int, scaling: float
+    bulk: CodedBulk, rows: slice, queries: Tensor, rank: int, scaling: float, kernels: str
 ) -> tuple[Tensor, Tensor] | None:
     """Of queries to the tokens of closed segments; None without a kernel, or without any."""
     records, stored = bulk.records, bulk.stored[rows.start]
     if records is None or not stored or bulk.offloaded:
         return None
-    if not compiled.serves_latents(queries, bulk.keys, rank, bulk.lengths[rows.start]):
-        return None
     assert bulk.sketch is not None
+    kernel: Callable[..., tuple | None] | None = compiled.attend_recorded_latents
+    if not compiled.serves_latents(queries, bulk.keys, rank, bulk.lengths[rows.start]):
+        layouts = bulk.sketch.layout, records.layout
+        kernel = find_recorded_attention(queries, bulk.keys, rank, kernels, *layouts)
+    if kernel is None:
+        return None
     sketch = bulk.sketch.tensors.map(lambda held: held[rows])
     segments = count_segments(bulk.sketch.count_coded(bulk.lengths[rows.start]))
     held = records.tensor[rows, :, :stored]
-    return compiled.attend_recorded_latents(
-        queries, held, sketch, records.weights, records.layout, rank, scaling=scaling, segments=segments
-    )
+    return kernel(queries, held, sketch, records.weights, records.layout, rank, scaling=scaling, segments=segments)

@@ -38,10 +38,10 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "bulk_bits": (BULK_BITS, *RUNGS),
     "prefill_threshold": (0.0,),
     "kernels": ("auto", "torch"),
-    "cuda_graph": (None, False),
+    "cuda_graph": (None, False, True),
 }
 # Where heads decide.
-_SELECTING = _PLAIN | {"kernels": KINDS, "cuda_graph": (None, False, True)}
+_SELECTING = _PLAIN | {"kernels": KINDS}
 # Where everything is read because nothing else was asked for.
 _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "threshold": (THRESHOLD, 1.0),
@@ -94,27 +94,32 @@ class LatentLayer(QAdALayer):
 
     @property
     def adaptive_tokens(self) -> int:
-        """None, where all is read exactly."""
-        return super().adaptive_tokens if self.decides else 0
+        """None, where all is read exactly, but for single ones of a graph."""
+        return super().adaptive_tokens if self.decides else int(self.by_plan)
 
     @property
     def decides(self) -> bool:
         """Whether heads decide, and tokens are selected."""
         return self.options.criterion != "dense"
 
+    @property
+    def by_plan(self) -> bool:
+        """Whether single tokens are computed by a plan, which makes room for them: a graph holds no other steps."""
+        return self.decides or self.options.cuda_graph is True
+
     def _keep_by_options(self, store: TokenStore) -> None:
         """As `QAdALayer`, where heads decide. Else a sketch, if tokens lie in few bits behind it."""
         # As every step reads all of a bulk, it may be copied for every 64th token.
         store.bulk.growth = CodedBulk.growth
-        store.shared_dim = self.sizes.rank if self.decides else 0
+        store.shared_dim = self.sizes.rank if self.by_plan else 0
         energies = self.options.query_energies
         store.error_energies = None if energies is None else energies[self.index][1:]  # if there are any
         super()._keep_by_options(store)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """As `QAdALayer`. Where all is read exactly no plan is made, so that columns can come as they are needed."""
+        """As `QAdALayer`. Where no plan is made columns can come as they are needed."""
         super().lazy_initialization(key_states, value_states)
-        if not self.decides:
+        if not self.by_plan:
             assert self.store is not None
             self.store.trim(self.options.window)
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..models import attends_twice, decoder_forward, list_sizes, read_sizes
+from ..models.latent import has_indexers
 from ..models.sharding import UNSHARDED
 from ..said_once import warn_once
-from ..state import ManagedModel, Options
+from ..state import BULK_BITS, ManagedModel, Options
 from ..storage.transfers import find_reader
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
@@ -49,8 +50,10 @@ def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
             "cannot go before the forward function that another library gave this model (accelerate's device_map "
             "does): load it on one device without, or build the cache without cuda_graph"
         )
-    elif managed.latents is not None and options.criterion == "dense":
-        why = "holds no steps of latent attention that reads everything: build the cache without cuda_graph"
+    elif managed.latents is not None and options.criterion == "dense" and has_indexers(managed.config):
+        why = "holds no steps of latents that an indexer picks: build the cache without cuda_graph"
+    elif managed.latents is not None and options.criterion == "dense" and (not asked or options.bulk_bits < BULK_BITS):
+        why = "holds no steps that read whole latents of few bits: give bulk_bits=16, or build it without cuda_graph"
     elif managed.readers:
         why = "holds no steps of layers that read another layer's keys: build the cache without cuda_graph"
     elif attends_twice(managed.model_type):

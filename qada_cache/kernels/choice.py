@@ -69,8 +69,6 @@ def explain_unsupported(
             return (
                 f"the kernel has latents of up to {MAX_RANK} channels, and {MAX_SHARED} in all, not {value_dim}, {dim}"
             )
-        if records is not None:
-            return "the kernel has no latents of few bits"
     elif max(dim, value_dim) > most:
         return f"the kernel has head dimensions up to {most}, not {max(dim, value_dim)}"
     if criterion == "oracle":

@@ -170,7 +170,8 @@ def _make_scene(
     if records is not None:  # of the first row, as the others are too short
         closed, first = count_closed(length), slice(1)
         weights = find_query_weights(energies, dim, bulk_keys.device)
-        held = bulk_keys[first, :, :length], bulk_values[first, :, :length]
+        # Latents' records have no values.
+        held = bulk_keys[first, :, :length], bulk_values[first, :, :length, : records.value_dim]
         coded = code_tokens(*held, predict_keys(kwargs["sketch"], first, length), weights, records)
         coded = fit_records(coded, records.find_stride(device))
         parts = coded[:, :, :closed], coded[:, :, closed:]

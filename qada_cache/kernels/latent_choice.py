@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from ..said_once import warn_once
+from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, Layout, count_segments
+from ..sketch.codec import Sketch
+from ..sketch.coded import RecordLayout, code_tokens, decode_keys, find_query_weights, fit_records
 from . import partial_attention
 from .choice import AUTO_DEVICES, MAX_RANK, MAX_SHARED, explain_unsupported
+from .decode_reference import predict_keys
 from .reference import find_fault
 
 logger = logging.getLogger(__name__)
@@ -30,23 +34,43 @@ def attend_to_latents(
 
 def find_latent_attention(query: Tensor, latents: Tensor, rank: int, kernels: str) -> Callable[..., tuple] | None:
     """`triton.latents.attend_latents` where it computes such a call, else None; `kernels` is one of `choice.KINDS`."""
-    if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
-        return None
     dim = query.shape[3]
     packed = latents.stride()[2:] == (dim, 1) and latents.stride(0) % dim == 0
-    if not packed or (torch.is_grad_enabled() and query.requires_grad):
+    if not packed or not _is_served(query, latents, rank, kernels, _find_latent_fault):
         return None
+    from .triton.latents import attend_latents
+
+    return attend_latents
+
+
+def find_recorded_attention(
+    query: Tensor, like: Tensor, rank: int, kernels: str, layout: Layout, records: RecordLayout
+) -> Callable[..., tuple] | None:
+    """Likewise `triton.latents.attend_recorded_latents`, of latents `like` these in such records, behind a sketch of
+    this `layout`."""
+    trial = functools.partial(_find_record_fault, layout=layout, records=records)
+    if not _is_served(query, like, rank, kernels, trial):
+        return None
+    from .triton.latents import attend_recorded_latents
+
+    return attend_recorded_latents
+
+
+def _is_served(query: Tensor, latents: Tensor, rank: int, kernels: str, find_kernel_fault: Callable) -> bool:
+    """Whether a kernel of Triton's computes such calls; if it is not right, a warning says so."""
+    if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
+        return False
+    if torch.is_grad_enabled() and query.requires_grad:
+        return False
     if (reason := explain_unsupported(query, latents, latents, None, most=MAX_SHARED)) is None:
         if rank > MAX_RANK or (query.dtype.itemsize > 2 and query.device.type == "cuda"):
             reason = f"the kernel has 16-bit latents of up to {MAX_RANK} channels, not {query.dtype} ones of {rank}"
         else:
-            reason = _find_latent_fault(query.device, query.dtype, dim, rank)
+            reason = find_kernel_fault(query.device, query.dtype, query.shape[3], rank)
         if reason is None:
-            from .triton.latents import attend_latents
-
-            return attend_latents
+            return True
     warn_once(logger, f"latents are read on {query.device} by torch's operations, not by Triton's kernel: {reason}")
-    return None
+    return False
 
 
 @functools.cache
@@ -65,6 +89,37 @@ def _find_latent_fault(device: torch.device, dtype: torch.dtype, dim: int, rank:
 
     def compute() -> tuple[Tensor, ...]:
         found, sums = attend_latents(query.to(device), held.to(device)[:, :, :TRIED_TOKENS], rank, scaling=scaling)
+        return found.to(dtype).cpu(), sums.cpu()
+
+    return find_fault(compute, (out[..., :rank].to(dtype), lse))
+
+
+@functools.cache
+def _find_record_fault(
+    device: torch.device, dtype: torch.dtype, dim: int, rank: int, *, layout: Layout, records: RecordLayout
+) -> str | None:
+    """Likewise, of two segments in records, behind which bytes are 255."""
+    from .triton.latents import attend_recorded_latents
+
+    made, scaling, tokens = torch.Generator("cpu").manual_seed(0), dim**-0.5, SEGMENT_TOKENS + LAST_TOKENS
+    query, keys = (
+        torch.randn(2, 1, count, dim, generator=made, dtype=torch.float32, device="cpu")
+        for count in (TRIED_QUERIES, tokens)
+    )
+    query, energies = query.to(dtype), torch.linspace(0.1, 2, dim, dtype=torch.float32, device="cpu")[None]
+    sketch = Sketch.of(keys, keys[..., :0], energies, layout)
+    predicted, weights = predict_keys(sketch, slice(2), tokens), find_query_weights(energies, dim, keys.device)
+    coded = code_tokens(keys, keys[..., :0], predicted, weights, records)
+    latents = decode_keys(coded, predicted, weights, records).to(dtype)
+    held = torch.nn.functional.pad(fit_records(coded, records.find_stride(device)), (0, 0, 0, 9), value=255).to(device)
+    out, lse = partial_attention(query, latents, latents, scaling=scaling, kernels="torch")
+
+    def compute() -> tuple[Tensor, ...]:
+        told = sketch.map(lambda part: part.to(device)), weights.to(device), records, rank
+        segments = count_segments(tokens)
+        found, sums = attend_recorded_latents(
+            query.to(device), held[:, :, :tokens], *told, scaling=scaling, segments=segments
+        )
         return found.to(dtype).cpu(), sums.cpu()
 
     return find_fault(compute, (out[..., :rank].to(dtype), lse))

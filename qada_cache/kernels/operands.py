@@ -161,6 +161,11 @@ class Operands:
         """Whether values are the first channels of keys, where these lie."""
         return is_shared(self.near_keys, self.near_values) and is_shared(self.bulk_keys, self.bulk_values)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether records are of keys alone, which are decoded, as their channels are values."""
+        return self.records is not None and self.shares_keys
+
 
 def is_shared(keys: Tensor, values: Tensor) -> bool:
     """Whether values `[batch, heads, tokens, value_dim]` are the first channels of the keys, where these lie."""

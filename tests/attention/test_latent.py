@@ -101,7 +101,7 @@ def test_a_default_cache_reads_everything(how: str) -> None:
     "options",
     [
         {"threshold": 0.5}, {"token_threshold": 2.0}, {"prefill_threshold": 1.0}, {"audit_every": 5},
-        {"kernels": "triton"}, {"cuda_graph": True},
+        {"kernels": "triton"},
     ],
     ids=str,
 )  # fmt: skip

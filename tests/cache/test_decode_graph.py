@@ -15,7 +15,7 @@ import pytest
 import quick_kernel
 import torch
 from graphed import decode, make
-from models import generate, logits_of, prompt, tiny
+from models import exact, generate, logits_of, prompt, tiny
 from recorded_graph import RecordedGraph
 from stand_in import accelerator
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from uses import Use, copied_and_saved, cropped, one_shot, padded, rows, used_ag
 from qada_cache import QAdACache, restore_attention, storage
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.decode_graph.step import Places, Step
-from qada_cache.kernels import cpu
+from qada_cache.kernels import choice, cpu
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -79,6 +79,30 @@ def test_latents_of_more_heads_than_a_kernel_takes(
     """Their parts count together what several read, in memory of the graph's own."""
     monkeypatch.setattr(cpu, "MAX_QUERIES", 2)
     check_outputs_and_counts("latents", brief, device, tmp_path)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("most", [2, 16])
+def test_latents_that_are_read_whole(most: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays are computed steps, and say what exact calls say, also with more heads than a kernel takes."""
+    monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))  # which has no kernels but Triton's
+    monkeypatch.setattr(choice.compiled_decode, "supports", lambda *call: False)
+    monkeypatch.setattr(choice.decode_trial, "find_decode_fault", lambda *call, **sizes: None)
+    monkeypatch.setattr(cpu, "MAX_QUERIES", most)
+    model, told = tiny("deepseek_v3"), {"kernels": "auto", "bulk_bits": 16}
+    caches = [exact(model, **told, cuda_graph=on) for on in (False, True, True)]
+    caches[1]._decode_graph.failed = "none is asked for"
+    plain, computed, replayed = (brief(model, cache, tmp_path) for cache in caches)
+    assert torch.equal(replayed, computed)
+    torch.testing.assert_close(computed, plain, atol=2e-5, rtol=0)
+    assert describe(caches[2]) == describe(caches[1])
+    assert RecordedGraph.replays >= 4
+
+
+def test_few_bits_of_latents_that_are_read_whole(device: str) -> None:
+    with pytest.raises(NotImplementedError, match="whole latents of few bits: give bulk_bits=16"):
+        exact(tiny("deepseek_v3").to(device), kernels="auto", bulk_bits=8, cuda_graph=True)
 
 
 def check_outputs_and_counts(name: str, use: Use, device: str, tmp_path: Path) -> None:

@@ -47,11 +47,12 @@ def check_prompts(few: bool) -> None:
 
 def check_latents(few: bool) -> None:
     """Kernels of latent attention, whose tokens are read 16 bytes at a time."""
-    usual = [(90, 576, 512, 16, torch.bfloat16)]
-    rest = [(89, 576, 512, 128, torch.float16), (80, 576, 512, 128, torch.bfloat16), (80, 288, 256, 40, torch.bfloat16)]
-    for capability, *sizes in usual if few else rest:
+    usual = [(90, 576, 512, 16, torch.bfloat16, 16), (90, 576, 512, 128, torch.bfloat16, 8)]
+    rest = [(89, 576, 512, 128, torch.float16, 16), (80, 576, 512, 128, torch.bfloat16, 16)]
+    rest += [(80, 288, 256, 40, torch.bfloat16, rung) for rung in (16, 8)] + [(89, 576, 512, 128, torch.float16, 4)]
+    for capability, *sizes, rung in usual if few else rest:
         most = latents.QUERIES if SHARED[capability] < latents.WIDE_MEMORY else latents.WIDE_QUERIES
-        for recorder in record_latents(*sizes, most=most):
+        for recorder in record_latents(*sizes, most=most, rung=rung):
             compiled, name = Compiled(recorder, capability), recorder.kernel.__name__
             print(f"sm_{capability} {name}: {compiled.shared} bytes of shared memory")
             assert compiled.shared <= SHARED[capability], "more shared memory than the device has"
@@ -85,6 +86,7 @@ def main() -> None:
         (89, Step(64, 64, 1, torch.float32, 2000, 1)),
         (90, Step(64, 64, 7, torch.bfloat16, 40_000, 1.5, 8, options=count, queries=112)),
         (90, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, options=count, shared=True)),
+        (90, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, 8, options=count, shared=True)),
     ]
     rest = [
         (90, Step(128, 128, 4, torch.bfloat16, 40_000, 2, options=count)),
@@ -110,6 +112,9 @@ def main() -> None:
         (80, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, options=count, queries=3, shared=True)),
         (80, Step(576, 512, 16, torch.float32, 2000, 1.5, options=count, shared=True)),
         (80, Step(640, 512, 5, torch.bfloat16, 2000, 4, options=count, shared=True)),
+        (89, Step(576, 512, 16, torch.float16, 40_000, 1.5, 4, options=count | any_head, shared=True)),
+        (80, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, 8, options=count, queries=3, shared=True)),
+        (80, Step(640, 512, 5, torch.float32, 2000, 2, 4, options=count, shared=True)),
         (89, Step(288, 256, 8, torch.bfloat16, 2000, options=any_head, shared=True)),
         (90, Step(576, 512, 16, torch.float32, 2000, shared=True)),
     ]

@@ -106,6 +106,12 @@ def test_as_near_to_float64_as_torch(dtype: torch.dtype, dim: int, rank: int) ->
     ids=str,
 )
 def test_records_are_decoded(dtype: torch.dtype, dim: int, rank: int, bits: int) -> None:
+    check_records(latent.attend_recorded_latents, dtype, dim, rank, bits)
+
+
+def check_records(
+    attend: Callable[..., tuple[Tensor, Tensor] | None], dtype: torch.dtype, dim: int, rank: int, bits: int
+) -> None:
     """Of bulks that end in the last segment, or before. Torch is given tokens rounded to the model's dtype."""
     tokens, made = 1300, torch.Generator().manual_seed(0)
     keys = 2 * torch.randn(2, 1, tokens, dim, generator=made) + torch.randn(2, 1, 1, dim, generator=made)
@@ -121,9 +127,7 @@ def test_records_are_decoded(dtype: torch.dtype, dim: int, rank: int, bits: int)
     for count in (count_closed(tokens), tokens):
         part = latents[:, :, :count]
         told = {"scaling": SCALING, "segments": count_segments(tokens)}
-        found = latent.attend_recorded_latents(
-            query.to(dtype), records[:, :, :count], sketch, weights, records_layout, rank, **told
-        )
+        found = attend(query.to(dtype), records[:, :, :count], sketch, weights, records_layout, rank, **told)
         assert found is not None
         wanted, wanted_lse = in_float64(query.to(dtype), part, rank)
         own_lse = in_float64(query.to(dtype), part.to(dtype), rank)[1]

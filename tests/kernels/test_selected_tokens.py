@@ -116,7 +116,7 @@ def test_values_in_keys(path: Path, dim: int, value_dim: int, group: int, dtype:
     assert not selects or 0.02 < step.share < 0.8
 
 
-@pytest.mark.parametrize("path", [REFERENCE, COMPILED])
+@EVERY
 @pytest.mark.parametrize("selects", [True, False])
 @pytest.mark.parametrize(
     ("dim", "value_dim", "group", "dtype", "rung"),
@@ -142,6 +142,7 @@ def test_values_in_keys_of_records(
         ),
         pytest.param(Scene, [(257, 5)], "triton", marks=interpreter, id="interpreter"),
         pytest.param(Scene, [(257, 5), (141, 0)], "triton", marks=interpreter, id="interpreter, two rows"),
+        pytest.param(RecordScene, [(257, 5)], "triton", marks=interpreter, id="interpreter, records"),
     ],
 )
 def test_more_heads_than_a_kernel_takes(
@@ -179,12 +180,16 @@ def test_from_no_token_to_all(path: Path, kind: type[Scene], token_threshold: fl
 
 
 @pytest.mark.parametrize("path", [KERNEL])
-@pytest.mark.parametrize(("dim", "copied", "step"), [(128, (), 32), (80, (), 4), (80, ("cpu",), 32)])
+@pytest.mark.parametrize(
+    ("dim", "shared", "copied", "step"),
+    [(128, False, (), 32), (80, False, (), 4), (80, False, ("cpu",), 32), (96, True, (), 32), (72, True, (), 4)],
+)
 def test_where_records_lie(
-    path: Path, dim: int, copied: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
+    path: Path, dim: int, shared: bool, copied: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a bus or behind it, and at multiples of how many bytes."""
     monkeypatch.setattr(triton_decode.sizing, "COPIED", copied)
     monkeypatch.setitem(coded.STRIDES, "cpu", step)
-    sizes = {"dim": dim, "value_dim": dim, "dtype": torch.bfloat16, "bits": 1.5, "group": 4}
+    value_dim = dim - 8 if shared else dim
+    sizes = {"dim": dim, "value_dim": value_dim, "dtype": torch.bfloat16, "bits": 1.5, "group": 4, "shared": shared}
     run(path, RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, **sizes))

@@ -33,6 +33,7 @@ LAYOUT = Layout.from_bits(32, 2)
 QUERY, BULK = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 8, 16)
 SIZES: dict[str, Any] = {"group": 2, "dim": 32, "value_dim": 32, "layout": None, "records": None, "pinned": False}
 CODED: dict[str, Any] = {"layout": LAYOUT, "records": RecordLayout.from_bits(32, 32, 8)}
+CODED_LATENTS: dict[str, Any] = {"layout": LAYOUT, "records": RecordLayout(32, 0, 5, 6)}
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +87,7 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
         (torch.bfloat16, {"group": 3, "records": RecordLayout.from_bits(32, 32, 4), "layout": LAYOUT}),
         (torch.bfloat16, {"group": 9, "dim": 72, "value_dim": 64, "shared": True}),
         (torch.float32, {"group": 5, "value_dim": 24, "layout": LAYOUT, "shared": True}),
+        (torch.bfloat16, {"group": 5, "value_dim": 24, "shared": True} | CODED_LATENTS),
     ],
 )
 def test_nothing_is_wrong_with_the_kernels(
@@ -128,13 +130,14 @@ def test_nothing_is_wrong_on_a_gpu(
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", [None, 1.5])
+@pytest.mark.parametrize(("bits", "rung"), [(None, 16), (1.5, 16), (1.5, 8), (1.5, 4)])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_nothing_is_wrong_with_latents_on_a_gpu(
-    device: str, dtype: torch.dtype, bits: float | None, queries: int
+    device: str, dtype: torch.dtype, bits: float | None, rung: int, queries: int
 ) -> None:
     sizes: dict[str, Any] = {"group": 16, "dim": 576, "value_dim": 512, "pinned": False, "shared": True}
-    sizes |= {"layout": Layout.from_bits(576, bits), "records": None, "queries": queries}
+    sizes |= {"layout": Layout.from_bits(576, bits), "queries": queries}
+    sizes |= {"records": RecordLayout.from_bits(576, 0, rung)}
     kernel = decode.fused_decode if queries == 1 else fused_turn
     assert decode_trial.find_decode_fault(kernel, torch.device(device, 0), dtype, **sizes) is None
 

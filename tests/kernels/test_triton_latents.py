@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import LATENT, exact, forced, prompt, tiny
 from small_sketch import small_sketch
-from test_latent_kernel import NEAR, SCALING, by_torch, check_errors, in_float64, tensors
+from test_latent_kernel import NEAR, SCALING, by_torch, check_errors, check_records, in_float64, tensors
 from torch import Tensor
 
 from qada_cache import QAdACache
@@ -17,6 +17,9 @@ from qada_cache.kernels import choice, latent_choice
 from qada_cache.kernels.cpu import latent as compiled
 from qada_cache.kernels.operands import Query
 from qada_cache.said_once import warn_once
+from qada_cache.sketch import Layout
+from qada_cache.sketch.codec import Sketch
+from qada_cache.sketch.coded import RecordLayout, fit_records
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from steps import DEVICES, interpreter
@@ -51,6 +54,24 @@ def attend(query: Tensor, latents: Tensor, rank: int, device: str) -> tuple[Tens
 )
 def test_as_near_to_float64_as_torch(dtype: torch.dtype, dim: int, rank: int, device: str) -> None:
     check_errors(lambda query, latents: attend(query, latents, rank, device), dtype, dim, rank)
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("dtype", "dim", "rank", "bits"),
+    [(torch.bfloat16, 576, 512, 8), (torch.float32, 40, 16, 4), (torch.float16, 192, 120, 4)],
+    ids=str,
+)
+def test_records_are_decoded(dtype: torch.dtype, dim: int, rank: int, bits: int, device: str) -> None:
+    def attend(query: Tensor, records: Tensor, sketch: Sketch, weights: Tensor, *told: Any, **named: Any) -> Any:
+        """Rows are read where they are in a larger buffer."""
+        assert records._base is not None
+        held = fit_records(records._base, told[0].find_stride(torch.device(device))).to(device)
+        told = held[:, :, : records.shape[2]], sketch.map(lambda part: part.to(device)), weights.to(device), *told
+        found = kernel.attend_recorded_latents(query.to(device), *told, **named)
+        return found[0].cpu(), found[1].cpu()
+
+    check_records(attend, dtype, dim, rank, bits)
 
 
 @DEVICES
@@ -90,38 +111,49 @@ def taken_for_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (choice, latent_choice):
         monkeypatch.setattr(module, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(compiled, "serves_latents", lambda *call: False)
-    latent_choice._find_latent_fault.cache_clear()
+    trials = latent_choice._find_latent_fault, latent_choice._find_record_fault
+    for trial in trials:
+        trial.cache_clear()
     warn_once.cache_clear()
     yield
-    latent_choice._find_latent_fault.cache_clear()
+    for trial in trials:
+        trial.cache_clear()
 
 
 @interpreter
 @pytest.mark.usefixtures("taken_for_gpu")
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("kind", LATENT)
-def test_a_cache_reads_by_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded rows, turns and tokens are those of torch's operations, to rounding."""
+def test_a_cache_reads_by_it(kind: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded rows, turns and tokens are those of torch's operations, to rounding; bytes are the same."""
     model, (ids, mask), split = tiny(kind), prompt(140, 131), [130, 3, 6, 1]
-    wanted = forced(model, ids, split, exact(model, kernels="torch"), mask)
     calls: list[int] = []
-    original = kernel.attend_latents
+    name = "attend_latents" if bits == 16 else "attend_recorded_latents"
+    original = getattr(kernel, name)
 
     def counted(query: Tensor, *told: Any, **named: Any) -> tuple[Tensor, Tensor]:
         calls.append(query.shape[2])
         return original(query, *told, **named)
 
-    monkeypatch.setattr(kernel, "attend_latents", counted)
-    found = forced(model, ids, split, exact(model), mask)
-    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], atol=2e-5, rtol=0)
+    monkeypatch.setattr(kernel, name, counted)
+    found, read = [], []
+    with small_sketch(40, 64):
+        for kernels in ("torch", "auto"):
+            cache = exact(model, kernels=kernels, bulk_bits=bits)
+            found.append(forced(model, ids, split, cache, mask)[mask.bool()])
+            read.append(cache.stats().streamed_bytes)
+    torch.testing.assert_close(*found, atol=2e-5, rtol=0)
+    assert read[0] == read[1] > 0
     assert len(set(calls)) > 2  # the trial's, and those of tokens and turns
 
 
 @interpreter
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("kind", LATENT)
-def test_heads_decide_by_triton(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_decide_by_triton(kind: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows, tokens and a turn, as by torch. All are selected, as rounding may change which of fewer are."""
     model, (ids, mask), split = tiny(kind, initializer_range=0.2), prompt(140, 131), [130, 1, 3]
-    told = {"criterion": "gaussian", "moments": "current", "local_tokens": 20, "sink_tokens": 4, "bulk_bits": 16}
+    told = {"criterion": "gaussian", "moments": "current", "local_tokens": 20, "sink_tokens": 4, "bulk_bits": bits}
     found, counts, calls = [], [], set[int]()
     compute = BoundLaunches.compute
 
@@ -165,6 +197,22 @@ def test_what_is_wrong_is_noticed(
         assert latent_choice.find_latent_attention(query, latents, 32, "auto") is None
     assert [record.message for record in caplog.records if "not by Triton's kernel" in record.message][1:] == []
     assert "latents are read on cpu by torch's operations" in caplog.text
+
+
+@interpreter
+@pytest.mark.usefixtures("taken_for_gpu")
+def test_what_is_wrong_with_records_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of who takes the second segment's tokens for the first one's."""
+    original = kernel.attend_recorded_latents
+    told = *tensors(3, 90, 48, torch.float32), 32, "auto", Layout.from_bits(48, 1.5), RecordLayout.from_bits(48, 0, 8)
+    assert latent_choice.find_recorded_attention(*told) is original
+    latent_choice._find_record_fault.cache_clear()
+
+    def broken(*given: Any, segments: int, **named: Any) -> tuple[Tensor, Tensor]:
+        return original(*given, segments=segments - 1, **named)
+
+    monkeypatch.setattr(kernel, "attend_recorded_latents", broken)
+    assert latent_choice.find_recorded_attention(*told) is None
 
 
 @interpreter

@@ -93,6 +93,7 @@ CASES: list[Any] = [
     pytest.param(112, 1, {"bits": 2, "bulk": [(41, 9)], "kv_heads": 1}, marks=pytest.mark.slow),
     (4, 2, {}),  # whole heads
     (3, 18, {"kv_heads": 1, "dim": 72, "value_dim": 64, "shared": True}),  # in parts, as many share a key
+    (2, 9, {"bits": 2, "rung": 8, "kv_heads": 1, "dim": 72, "value_dim": 64, "shared": True}),
 ]
 
 

@@ -67,8 +67,8 @@ class BoundLaunches:
         elif capacity < MIN_TOKENS:
             sketch = None  # there is no room for a bulk that has one
         self._sketched = sketch is not None
-        chooses = selects and sketch is not None
-        selecting = sizing.find_record_sizes(records, states.dtype, sizes)
+        chooses, turns = selects and sketch is not None, records is not None and not layer.decodes
+        selecting = sizing.find_record_sizes(layer, states.dtype, sizes)
         estimating = sizing.find_estimate_sizes(queries)
         groups, device = batch * kv_heads, states.device
         splits, most_splits = min(triton.cdiv(capacity, sizing.SPLIT_TOKENS), sizing.MAX_SPLITS), sizing.MAX_SPLITS
@@ -95,7 +95,7 @@ class BoundLaunches:
         parts |= {"near": (torch.float32, near_parts * value_dim), "near_lse": (torch.float32, near_parts)}
         if sketch is not None:
             layout, segments, sketch_bytes = sketch.layout, sketch.units.shape[2], sketch.byte_counts
-            count = count_rows(layout.coded, 1 if records is None else 2)
+            count = count_rows(layout.coded, 2 if turns else 1)
             words = dict(zip(words, (*layout.words, count), strict=True))
             self._errors, sketch_room = layout.find_errors(states.device), sketch.scales.shape[2]
             self._near_programs += triton.cdiv(segments, at_once["PREPARED"]) + group
@@ -112,7 +112,8 @@ class BoundLaunches:
                 "unread": (torch.float32, batch * heads * 2 * splits),
             }
         if records is not None:
-            parts["turned"] = torch.int32, batch * heads * (dim + 1)
+            if turns:
+                parts["turned"] = torch.int32, batch * heads * (dim + 1)
             parts["unpacked"] = torch.int32, batch * kv_heads * splits * selecting["UNPACKED"]
             self._record_rooms = records.tensor.shape[2], records.open.shape[2]
         self._scratch = Scratch(**parts)
@@ -139,9 +140,9 @@ class BoundLaunches:
         most = sizing.MOST_REGISTERS if sizing.count_warps(sizes) > 4 else None
         self._bulk = Launches(BLOCK_Q=queries, maxnreg=most, **splitting, **sizes)
         self._selected = Launches(**{
-            "BLOCK_S": scan, "RUN": min(sizing.SCAN_RUN, scan), "SCAN_STAGES": sizing.SCAN_STAGES,
+            "BLOCK_S": scan, "RUN": sizing.find_run(scan, layer), "SCAN_STAGES": sizing.SCAN_STAGES,
             "BLOCK_E": triton.next_power_of_2(sizing.MAX_SPLITS), "TOKEN_BYTES": token_bytes, **splitting,
-            "MIN_TOKENS": MIN_TOKENS, "TURNED": 0 if records is None else find_block(value_dim),  # turned together
+            "MIN_TOKENS": MIN_TOKENS, "TURNED": find_block(value_dim) if turns else 0,  # turned together
             "num_stages": sizing.SELECTED_STAGES,
             **selecting, **segment_sizes, **sizes,
         })  # fmt: skip

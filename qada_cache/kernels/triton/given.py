@@ -8,9 +8,11 @@ from torch import Tensor
 from ...sketch.codec import Sketch
 from ..operands import Operands
 
-# Of a sketch, what queries are prepared by.
+# Of a sketch, what queries are prepared by, and what keys are decoded by.
 CODING = "noise", "variances", "centres", "order", "weights", "slopes", "slope_units"
+FIT = "centres", "order", "weights"
 find_coding, NO_CODING = attrgetter(*CODING), (None,) * len(CODING)
+find_fit, NO_FIT = attrgetter(*FIT), (None,) * (len(FIT) + 1)
 
 
 class Given(NamedTuple):
@@ -44,6 +46,7 @@ class Given(NamedTuple):
         recorded = (None, None) if records is None else (records.tensor, records.open)
         weights = None if records is None else records.weights
         mean_value = None if sketch is None else sketch.mean_value
+        fit = NO_FIT if not layer.decodes or sketch is None else (*find_fit(sketch), weights)
         near: tuple[Tensor | None, ...] = (layer.near_keys, layer.near_values)
         bulk: tuple[Tensor | None, ...] = (layer.bulk_keys, layer.bulk_values)
         if layer.shares_keys:  # of which kernels take the values
@@ -55,7 +58,7 @@ class Given(NamedTuple):
             queries=(done, *counters, tokens, prepared, along, turned, errors, *coding, weights),
             codes=codes,
             estimates=(tokens, estimates, sums),
-            tokens=(turned, *codes, *bulk, *recorded),
+            tokens=(turned, *codes, *bulk, *recorded, *fit),
             counted=(layer.bulk_read_bytes, tokens),
             selected=(
                 estimates, sums, get("index"), get("unpacked"), parts, lse, get("unread"), mean_value, along,

@@ -150,7 +150,7 @@ def local_kernel(
             tl.store(p_tokens + i_group, tl.where(whole, 0, bulk_tokens))
             if p_sketch_read_bytes is not None or p_marks is not None:
                 estimated = ~whole
-                if p_turned is not None:
+                if p_record_weights is not None:
                     estimated = estimated | (length >= MIN_TOKENS)
                 sketch_bytes = length * SKETCH_TOKEN_BYTES + HEAD_BYTES
                 sketch_bytes += count_segments(length, SEGMENT, LAST) * SEGMENT_BYTES

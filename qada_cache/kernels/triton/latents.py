@@ -1,18 +1,27 @@
 """Attention of a few tokens' queries to latents on a GPU: all heads share a key, whose first channels are the value.
 
-A program takes a block of queries over a split of the tokens, and reads each token once. Names are as in `kernels.py`,
-but for the sizes of a token: `D` channels, of which the first `R` are the latent and the value, the others rotary.
+A program takes a block of queries over a split of the tokens, and reads each token once, or its record, which it
+decodes. Names are as in `kernels.py`, but for the sizes of a token: `D` channels, of which the first `R` are the latent
+and the value, the others rotary.
 """
 
 import functools
+import math
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import sketch as definition
+from ...sketch import WORD_BITS, Layout
+from ...sketch.codec import Sketch
+from ...sketch.coded import RecordLayout
 from . import sizing
 from .blocks import attend, dot, load_tokens
+from .coding import find_sizes
+from .latent_records import attend_latent_records, count_own_words
 from .launching import Launches
 
 # That a program takes at most: their sums of values fill half of its registers. More blocks read tokens more often.
@@ -20,7 +29,17 @@ QUERIES, WIDE_QUERIES = 32, 64
 WIDE_MEMORY = 144 << 10  # bytes of shared memory that a program may take where there are `WIDE_QUERIES`
 SPLIT_TOKENS, MAX_SPLITS = 256, 64  # of a split at least; splits of a row at most
 TOKEN_BYTES = 1 << 15  # of the tokens that a program reads at once
+RECORDED_TOKENS = 16  # that a program decodes at once
 PARTS = 4  # splits whose parts are merged at once
+
+
+@triton.jit
+def store_query_parts(b_max, b_sum, b_out, p_parts, p_lse, o_part, m_query, R: tl.constexpr):
+    """Write queries' averages over a split, and the logs of the sums of exponentials, as parts `o_part`."""
+    o_rank = tl.arange(0, b_out.shape[1])
+    m_out = m_query[:, None] & (o_rank < R)[None, :]
+    tl.store(p_parts + o_part[:, None] * R + o_rank[None, :], b_out / b_sum[:, None], mask=m_out)
+    tl.store(p_lse + o_part, b_max + tl.log(b_sum), mask=m_query)
 
 
 # Numbers follow the tokens, the room for them and the heads: nothing is compiled anew for them.
@@ -50,10 +69,37 @@ def latent_kernel(
         b_rotary = load_tokens(p_latents + R, o_tokens, m_tokens, D, D - R, BLOCK_E)
         b_scores = (dot(b_query, tl.trans(b_latents)) + dot(b_turned, tl.trans(b_rotary))) * scaling
         b_max, b_sum, b_out = attend(b_scores, m_tokens[None, :], b_latents, b_max, b_sum, b_out)
-    o_part = o_row * tl.num_programs(0) + i_split
-    m_out = m_query[:, None] & (o_rank < R)[None, :]
-    tl.store(p_parts + o_part[:, None] * R + o_rank[None, :], b_out / b_sum[:, None], mask=m_out)
-    tl.store(p_lse + o_part, b_max + tl.log(b_sum), mask=m_query)
+    store_query_parts(b_max, b_sum, b_out, p_parts, p_lse, o_row * tl.num_programs(0) + i_split, m_query, R)
+
+
+@triton.jit(do_not_specialize=["s_row", "queries", "tokens", "split_tokens", "segments", "s_segment", "s_tokens"])
+def recorded_latent_kernel(
+    p_query, p_records, p_own, p_parts, p_lse, p_codes, p_scales, p_units, p_centres, p_order, p_weights,
+    p_record_weights, s_row, queries, tokens, split_tokens, segments, s_segment, s_tokens, scaling,
+    SEGMENT: tl.constexpr, KEY_BITS: tl.constexpr, RECORD: tl.constexpr, UNIT: tl.constexpr, OWN: tl.constexpr,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """As `latent_kernel`, of a bulk's first tokens, which lie in records. Of a row the sketch has room for `s_tokens`
+    tokens and `s_segment` segments; `s_row` is in records. `p_own` has `OWN` words for each program."""
+    i_split, i_block, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_query = i_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    m_query, o_row = o_query < queries, i_row * queries + o_query
+    p_own += ((i_row * tl.num_programs(1) + i_block) * tl.num_programs(0) + i_split) * OWN
+    p_records += i_row * s_row * RECORD
+    b_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_Q], tl.float32)
+    b_out = tl.zeros([BLOCK_Q, BLOCK_R], tl.float32)
+    last = tl.minimum((i_split + 1) * split_tokens, tokens)
+    at = i_row * s_segment
+    b_max, b_sum, b_out = attend_latent_records(
+        b_max, b_sum, b_out, p_query, o_row, m_query, p_own, p_records, p_records, None,
+        p_codes + i_row * (FOURS + TWOS + ONES) * s_tokens, p_scales + i_row * s_tokens, p_units + at,
+        p_centres + at * D, p_order + at * D, p_weights + at * D, p_record_weights, i_split * split_tokens, last, last,
+        segments, s_tokens, scaling, SEGMENT, KEY_BITS, RECORD, UNIT, FOURS, TWOS, ONES, D, BLOCK_D, R, BLOCK_R,
+        BLOCK_N,
+    )  # fmt: skip
+    store_query_parts(b_max, b_sum, b_out, p_parts, p_lse, o_row * tl.num_programs(0) + i_split, m_query, R)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -98,6 +144,19 @@ def _bind(dim: int, rank: int, queries: int, itemsize: int) -> tuple[Launches, L
     return Launches(**sizes), Launches(**merging), sizes
 
 
+@functools.cache
+def _bind_recorded(
+    records: RecordLayout, rank: int, queries: int, itemsize: int, stride: int, layout: Layout, segment: int
+) -> tuple[Launches, Launches, dict[str, int]]:
+    """Likewise, of tokens in records, `stride` bytes apart, behind a sketch of such a `layout`."""
+    dim, (_, merging, others) = records.dim, _bind(records.dim, rank, queries, itemsize)
+    sizes = {name: others[name] for name in ("D", "R", "BLOCK_R", "BLOCK_Q")} | find_sizes(layout, segment)
+    sizes |= {"BLOCK_D": max(WORD_BITS, sizing.pad(dim)), "BLOCK_N": RECORDED_TOKENS, "KEY_BITS": records.key_bits}
+    sizes |= {"RECORD": stride, "UNIT": WORD_BITS if dim % WORD_BITS == 0 else 8}
+    sizes |= {"OWN": count_own_words(RECORDED_TOKENS, dim, itemsize, stride), "num_warps": 8}
+    return Launches(**sizes, maxnreg=sizing.MOST_REGISTERS), merging, sizes
+
+
 def attend_latents(query: Tensor, latents: Tensor, rank: int, *, scaling: float) -> tuple[Tensor, Tensor]:
     """Attention over one part of the keys, of calls that `latent_choice` admits.
 
@@ -109,13 +168,53 @@ def attend_latents(query: Tensor, latents: Tensor, rank: int, *, scaling: float)
 
     Returns `out` float32 `[batch, 1, queries, rank]` and `lse` float32 `[batch, 1, queries]`, as `partial_attention`.
     """
-    (batch, _, queries, dim), tokens, query = query.shape, latents.shape[2], query.contiguous()
+    (_, _, queries, dim), tokens, query = query.shape, latents.shape[2], query.contiguous()
+    most = find_most_queries(query.device)
+    launches, merging, sizes = _bind(dim, rank, min(most, sizing.pad(queries)), query.element_size())
+
+    def launch(grid: tuple[int, int, int], parts: tuple[Tensor, Tensor], split_tokens: int) -> None:
+        launches.launch(
+            latent_kernel, grid, (query.dtype, query.device, query.data_ptr() % 16 == 0, latents.data_ptr() % 16 == 0),
+            query, latents, *parts, latents.stride(0) // dim, queries, tokens, split_tokens, scaling,
+        )  # fmt: skip
+
+    return _attend(query, tokens, rank, launch, merging, sizes)
+
+
+def attend_recorded_latents(
+    query: Tensor, records: Tensor, sketch: Sketch, weights: Tensor, layout: RecordLayout, rank: int, *,
+    scaling: float, segments: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Likewise over a bulk's first tokens, which lie in `records` uint8 `[batch, 1, tokens, stride]`, a row's side by
+    side. `sketch` is of these rows, contiguous, and says the bulk's `segments`; `weights` are `m`, float32 `[1, dim]`.
+    """
+    queries, tokens, query = query.shape[2], records.shape[2], query.contiguous()
+    stride, at_once = records.stride(2), min(QUERIES, sizing.pad(queries))
+    launches, merging, sizes = _bind_recorded(
+        layout, rank, at_once, query.element_size(), stride, sketch.layout, definition.SEGMENT_TOKENS
+    )
+
+    def launch(grid: tuple[int, int, int], parts: tuple[Tensor, Tensor], split_tokens: int) -> None:
+        own = torch.empty(math.prod(grid) * sizes["OWN"], dtype=torch.int32, device=query.device)
+        launches.launch(
+            recorded_latent_kernel, grid, (query.dtype, query.device, query.data_ptr() % 16 == 0),
+            query, records, own, *parts, sketch.codes, sketch.scales, sketch.units, sketch.centres, sketch.order,
+            sketch.weights, weights, records.stride(0) // stride, queries, tokens, split_tokens, segments,
+            sketch.units.shape[2], sketch.scales.shape[2], scaling,
+        )  # fmt: skip
+
+    return _attend(query, tokens, rank, launch, merging, sizes)
+
+
+def _attend(
+    query: Tensor, tokens: int, rank: int, launch: Callable[..., None], merging: Launches, sizes: dict[str, int]
+) -> tuple[Tensor, Tensor]:
+    """What `launch` writes of each split, for its grid, its parts and the tokens of a split, put together."""
+    batch, _, queries, _ = query.shape
     out = torch.empty(batch, 1, queries, rank, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch, 1, queries, dtype=torch.float32, device=query.device)
     if 0 in (batch, queries, tokens):
         return out.zero_(), lse.fill_(-torch.inf)
-    most = find_most_queries(query.device)
-    launches, merging, sizes = _bind(dim, rank, min(most, sizing.pad(queries)), query.element_size())
     blocks, block = triton.cdiv(queries, sizes["BLOCK_Q"]), sizes["BLOCK_N"]
     resident = sizes | {"maxnreg": sizing.MOST_REGISTERS}
     splits = sizing.count_splits(tokens, SPLIT_TOKENS, MAX_SPLITS, batch * blocks, query.device, resident)
@@ -124,13 +223,8 @@ def attend_latents(query: Tensor, latents: Tensor, rank: int, *, scaling: float)
     parts = out, lse
     if splits > 1:
         parts = out.new_empty(batch, queries, splits, rank), lse.new_empty(batch, queries, splits)
-    numbers = latents.stride(0) // dim, queries, tokens, split_tokens, scaling
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        launches.launch(
-            latent_kernel, (splits, blocks, batch),
-            (query.dtype, query.device, query.data_ptr() % 16 == 0, latents.data_ptr() % 16 == 0),
-            query, latents, *parts, *numbers,
-        )  # fmt: skip
+        launch((splits, blocks, batch), parts, split_tokens)
         if splits > 1:
             merging.launch(latent_merge_kernel, (batch * queries, 1, 1), (query.device,), *parts, out, lse, splits)
     return out, lse

@@ -32,11 +32,11 @@ def load_segment(p_centres, p_order, p_weights, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def predict_keys(
-    p_codes, p_scales, unit, b_centre, b_places, b_weights, o_tokens, m_tokens, s_tokens,
-    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def unpack_keys(
+    p_codes, p_scales, unit, b_weights, o_tokens, m_tokens, s_tokens,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What the sketch says of tokens of one segment, `coded.estimate_keys`: [tokens, BLOCK_D]."""
+    """What the sketch says of tokens of one segment, less their centre and in its order: [tokens, BLOCK_D]."""
     o_dim = tl.arange(0, BLOCK_D)
     b_most = by_bits(o_dim, 15, 3, 1, 0, FOURS, TWOS, ONES)[None, :]
     p_block = p_codes + find_words(o_dim, FOURS, TWOS, ONES)[None, :] * s_tokens + o_tokens[:, None]
@@ -44,7 +44,18 @@ def predict_keys(
     b_odd = 2 * ((b_codes >> find_shifts(o_dim, FOURS, TWOS, ONES)[None, :]) & b_most) - b_most
     b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * unit
     b_weighed = rotate(b_scale[:, None] * b_odd.to(tl.float32), BLOCK)
-    b_weighed = tl.div_rn(b_weighed, b_weights[None, :].broadcast_to(b_weighed.shape))
+    return tl.div_rn(b_weighed, b_weights[None, :].broadcast_to(b_weighed.shape))
+
+
+@triton.jit
+def predict_keys(
+    p_codes, p_scales, unit, b_centre, b_places, b_weights, o_tokens, m_tokens, s_tokens,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What the sketch says of tokens of one segment, `coded.estimate_keys`: [tokens, BLOCK_D]."""
+    b_weighed = unpack_keys(
+        p_codes, p_scales, unit, b_weights, o_tokens, m_tokens, s_tokens, FOURS, TWOS, ONES, BLOCK_D
+    )  # fmt: skip
     return tl.gather(b_weighed, b_places[None, :].broadcast_to(b_weighed.shape), 1) + b_centre[None, :]
 
 

@@ -8,8 +8,8 @@ import torch
 import triton
 
 from ...sketch import SEGMENT_TOKENS, WORD_BITS
-from ...sketch.coded import Records
 from ..operands import Operands, Query
+from .latent_records import count_own_words
 
 # A split of a bulk has at least about so many tokens, as its result must be written and read again. One flagged KV head
 # alone should still occupy most of a GPU. Blocks of splits have room for all: such as followed the capacity would be
@@ -71,9 +71,9 @@ def count_warps(sizes: dict[str, int]) -> int:
     return 4 if max(sizes["BLOCK_D"], sizes["BLOCK_V"]) < 256 else 8
 
 
-def find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, Any]:
+def find_record_sizes(layer: Operands, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, Any]:
     """What `selected_kernel` is to know of records, and how many warps and registers it takes."""
-    many = sizes["BLOCK_G"] > 16
+    many, records = sizes["BLOCK_G"] > 16, layer.records
     if records is None:
         nothing: dict[str, Any] = dict.fromkeys(RECORD_SIZES, 0)
         few = 1 < sizes["G"] <= LARGE and count_warps(sizes) == 4
@@ -86,12 +86,21 @@ def find_record_sizes(records: Records | None, dtype: torch.dtype, sizes: dict[s
     found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": tensor.shape[3], "UNIT": unit}
     warps = count_warps(sizes)
     found |= {"TERMS": TERMS[dtype], "num_warps": warps, "maxnreg": RECORD_REGISTERS[warps]}
+    if layer.decodes:
+        tokens = sizes["BLOCK_N"]
+        own = count_own_words(tokens, sizes["D"], dtype.itemsize, tensor.shape[3])
+        return found | {"COPY": 0, "BLOCK_R": tokens, "UNPACKED": own, "maxnreg": MOST_REGISTERS}
     copied = tensor.shape[3] // 4 if tensor.device.type in COPIED else 0
     if many or TERMS[dtype] > 1 or layout.dim < sizes["BLOCK_D"] or copied:
         found["maxnreg"] = MOST_REGISTERS
     tokens = max(16, min(64, RECORD_SCORES // sizes["BLOCK_G"]))
     found |= {"COPY": triton.next_power_of_2(copied), "BLOCK_R": tokens}
     return found | {"UNPACKED": tokens * (sizes["BLOCK_D"] // 4 + sizes["BLOCK_V"] // 2 + copied)}
+
+
+def find_run(scan: int, layer: Operands) -> int:
+    """How many of the tokens of a scan lie side by side: all, where a segment's are decoded together."""
+    return scan if layer.decodes else min(SCAN_RUN, scan)
 
 
 def find_sizes(query: Query, layer: Operands) -> dict[str, int]:

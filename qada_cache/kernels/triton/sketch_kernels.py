@@ -5,13 +5,14 @@
 Programs take turns at runs of a bulk's tokens, because selected tokens lie close together: `i_split` has every
 `splits`-th. Where `local_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
 
-With `p_records`, tokens lie in records (`record_kernels.py`), whose keys follow from the sketch.
+With `p_records`, tokens lie in records (`record_kernels.py`, `latent_records.py`), whose keys follow from the sketch.
 """
 
 import triton
 import triton.language as tl
 
 from .blocks import attend_tokens, load_own_query, rotate, store_part
+from .latent_records import attend_latent_records
 from .merging import is_last, merge_group
 from .record_kernels import attend_records, count_segments
 from .score_kernels import score_selected
@@ -24,8 +25,8 @@ from .score_kernels import score_selected
 )
 def selected_kernel(
     p_query, p_turned, p_prepared, p_codes, p_scales, p_units, p_keys, p_values, p_records, p_open,
-    p_lengths, p_bulk_read_bytes, p_tokens, p_flags, p_estimates, p_sums,
-    p_index, p_unpacked, p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done, p_marks,
+    p_centres, p_order, p_weights, p_record_weights, p_lengths, p_bulk_read_bytes, p_tokens, p_flags, p_estimates,
+    p_sums, p_index, p_unpacked, p_parts, p_lse, p_unread, p_mean, p_along, p_out, p_done, p_marks,
     s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token, s_length,
     s_codes, s_head, s_segment, s_marks, room, record_room, open_room, sums, turn, scaling, log_threshold,
     unread_weight,
@@ -125,7 +126,17 @@ def selected_kernel(
         b_query, b_rest, p_keys, p_values, p_index, s_key_token, s_value_token, recorded, selected, scaling,
         BLOCK_G, D, V, BLOCK_V, BLOCK_N,
     )  # fmt: skip
-    if p_records is not None:
+    if p_records is not None and p_values is None:
+        at = i_held * s_segment  # of the first segment
+        b_max, b_sum, b_out = attend_latent_records(
+            b_max, b_sum, b_out, p_query, i_group * G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_G) < G,
+            p_unpacked + (i_group * splits + i_split) * UNPACKED,
+            p_records + i_held * record_room * RECORD, p_open + i_held * open_room * RECORD, p_index,
+            p_codes + i_held * s_codes, p_scales + i_held * s_head, p_units + at, p_centres + at * D,
+            p_order + at * D, p_weights + at * D, p_record_weights + i_head * D, 0, recorded, closed, segments,
+            s_head, scaling, SEGMENT, KEY_BITS, RECORD, UNIT, FOURS, TWOS, ONES, D, BLOCK_D, V, BLOCK_V, BLOCK_R,
+        )  # fmt: skip
+    elif p_records is not None:
         if recorded < selected:
             b_out = rotate(b_out, TURNED)
         if recorded > 0:
