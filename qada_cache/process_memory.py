@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-WORTH_TRIMMING = 32 * 2**20  # bytes
+WORTH_TRIMMING = 64 * 2**20  # bytes
 EVERY = 0.002  # seconds
 _PAGES = Path("/proc/self/statm")
 _least: int | None = None  # anonymous bytes, at the least since the call that followed the last trim for growth
