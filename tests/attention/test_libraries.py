@@ -110,10 +110,8 @@ def test_decoding_waits_for_the_build_that_its_prompt_started(
 )
 def test_what_is_listed_is_what_is_used(options: dict[str, Any], model: dict[str, Any], loads: list[Any]) -> None:
     """By a prompt, and by decoding behind it: nothing more, and nothing less."""
-    small, dim = (
-        tiny(num_attention_heads=6, hidden_size=48, max_position_embeddings=4096, **model),
-        model.get("head_dim", 8),
-    )
+    small = tiny(num_attention_heads=6, hidden_size=48, max_position_embeddings=4096, **model)
+    dim = model.get("head_dim", 8)
     cache = QAdACache(small, moments="current", **options)
     small.generate(prompt(1400)[0], **pass_cache(cache), max_new_tokens=5, do_sample=False)
     listed = libraries.list_libraries(cache.options, small.dtype, group=3, dim=dim, value_dim=dim)

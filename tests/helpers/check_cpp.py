@@ -91,11 +91,11 @@ def count_failures(target: Target) -> int:
         failed += not is_clean(target, latent.SOURCE, latent.define_latent(dtype, dim, rank, records), processor)
         macros = cpu.define(cpu.ELEMENTS[dtype], dim, rank, 4, records, shared=True)
         failed += not is_clean(target, cpu.SOURCE, macros, processor)
-    of_prompts = [(prompt.SOURCE, prompt.define), (selected_prompt.SOURCE, selected_prompt.define_selecting)]
-    of_prompts.append((correlating.SOURCE, prompt.define))
+    of_prompts = dict.fromkeys((prompt.SOURCE, correlating.SOURCE), prompt.define)
+    of_prompts[selected_prompt.SOURCE] = selected_prompt.define_selecting
     for processor, instructions in target.of_prompts.items():
         with mock.patch.object(prompt, "read_instructions", lambda found=instructions: found):
-            for (source, define), sizes, dtype in product(of_prompts, PROMPT_SIZES, prompt.NUMBERS):
+            for (source, define), sizes, dtype in product(of_prompts.items(), PROMPT_SIZES, prompt.NUMBERS):
                 failed += not is_clean(target, source, define(*sizes, dtype), processor)
     return failed
 

@@ -8,15 +8,14 @@
 namespace {
 
 constexpr int WORDS_TOGETHER = QUERY_SIGNED ? 1 : TOGETHER;  // whose products are to have a sum of 16 bits
-constexpr int MOMENTS = DIM + 1;  // rows: those of keys, and their number's
+constexpr int MOMENTS = DIM + 1;  // rows of sums
 
 struct FarKeys {
     explicit FarKeys(int64_t count)
-        : segments(count), centres(new Number[count * DIM]), codes(new uint32_t[count * CODE_WORDS * SEGMENT]),
+        : centres(new Number[count * DIM]), codes(new uint32_t[count * CODE_WORDS * SEGMENT]),
           corrections(new int32_t[count * SEGMENT]), steps(new float[count * SEGMENT]),
           moments(new float[count * MOMENTS * WIDTH]) {}
 
-    int64_t segments;
     std::unique_ptr<Number[]> centres;  // [segments, DIM]: means of a segment's keys
     std::unique_ptr<uint32_t[]> codes;  // [segments, CODE_WORDS, SEGMENT]: of keys less their centre, rotated; signed
     std::unique_ptr<int32_t[]> corrections;  // [segments, SEGMENT]: -ZERO times a code's sum
@@ -66,9 +65,10 @@ void encode_segment(FarKeys& far, const Call& call, int64_t segment) {
     alignas(64) float states[DIM][SEGMENT], means[PADDED] = {};
     alignas(64) Number centre[PADDED];
     for (int t = 0; t < SEGMENT; t++)
-        for (int d = 0; d < DIM; d++) states[d][t] = widen(key[t * call.key_token + d]);
-    for (int t = 0; t < SEGMENT; t++)
-        for (int d = 0; d < DIM; d++) means[d] += states[d][t] / SEGMENT;
+        for (int d = 0; d < DIM; d++) {
+            const float number = widen(key[t * call.key_token + d]);
+            states[d][t] = number, means[d] += number / SEGMENT;
+        }
     for (int d = 0; d < PADDED; d += LANES) {
         const Singles mean = loaded<Singles>(means + d);
         if constexpr (sizeof(Number) == sizeof(float)) store(centre + d, mean);
