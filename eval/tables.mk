@@ -160,6 +160,9 @@ tables/bfloat16/benchmark-deepseek-v2-lite-cpu.csv:
 tables/long/benchmark-deepseek-v2-lite-cpu.csv:
 	$(LATENT) --tokens 32768 $(OUT)
 
+tables/float32/long/benchmark-deepseek-v2-lite-cpu.csv:
+	$(LATENT) --dtype float32 --tokens 32768 $(OUT)
+
 # On a GPU: `make gpu` runs its tests first.
 STEPPED_ON_GPU := "no context" "ideal dense" DynamicCache "device, 16 bits" "device, 8 bits" "host, 8 bits"
 
