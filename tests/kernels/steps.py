@@ -56,6 +56,7 @@ def small_splits(tokens: int, scan: int) -> Iterator[None]:
         for name, value in {**sizes, "SCAN_TOKENS": scan, "SCAN_RUN": 4}.items():
             stack.enter_context(mock.patch.object(triton_decode.sizing, name, value))
         stack.enter_context(mock.patch.object(cpu, "THREAD_TOKENS", 50))
+        stack.enter_context(mock.patch.object(compiled_decode, "ALONE", 0))
         yield
 
 

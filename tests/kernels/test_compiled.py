@@ -76,6 +76,19 @@ def test_threads_share_the_one_head_that_is_read(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_compiler
+@pytest.mark.parametrize("bits", [0, 2])
+def test_one_thread_does_little_work_alone(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the parts that several would do, so that nothing else changes."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    scene, found = Scene(bulk=[(2000, 9)], short=(), bits=bits), []
+    for products in (0, 2**60):
+        monkeypatch.setattr(compiled_decode, "ALONE", products)
+        call = scene.step_arguments("cpu", scene.token_threshold() if bits else None, criterion="dense")
+        found.append(compiled_decode.fused_decode(*step_of(**call))[0])
+    assert torch.equal(*found)
+
+
+@needs_compiler
 @pytest.mark.usefixtures("short")
 def test_numbers_of_queries_share_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build for each power of two serves calls of any number of queries."""

@@ -52,6 +52,7 @@ def fail_after(
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+    monkeypatch.setattr(compiled_decode, "ALONE", 0)
 
     def set_limit(kernels: ctypes.CDLL, allocations: int) -> None:
         kernels.fail_after.argtypes, kernels.fail_after.restype = [ctypes.c_int64], None

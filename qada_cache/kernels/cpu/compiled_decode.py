@@ -24,6 +24,7 @@ GROUP_RULES = {"head": 0, "any": 1}
 FLAGS = 32  # tensors of them that are made at once, as each by itself would take as long as it takes to decide
 NEW = ("new_keys", "new_values")
 MOMENTS = ("mean", "covariance", "log_tokens")
+ALONE = 2**18  # products that one thread has summed before another wakes
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
 
 
@@ -53,7 +54,7 @@ class Decode(ctypes.Structure):
         *((name, View) for name in ("records", "open_records", "record_weights")),
         *((name, ctypes.c_void_p) for name in ("bulk_read_bytes", "sketch_read_bytes")),
         *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "split_tokens", "min_sketched")),
-        *((name, ctypes.c_int64) for name in ("segment_tokens", "last_tokens")),
+        *((name, ctypes.c_int64) for name in ("segment_tokens", "last_tokens", "alone")),
         ("sketch_bytes", ctypes.c_int64 * 3),
         *((name, ctypes.c_float) for name in ("scaling", "logit_threshold", "log_token_threshold")),
         *((name, ctypes.c_float) for name in ("log_unread_weight", "unreliable", "noise_share")),
@@ -133,7 +134,7 @@ class BoundStep:
         group = states.shape[1] // layer.kv_heads
         decode = self._decode = Decode(batch=states.shape[0], kv_heads=layer.kv_heads)
         decode.split_tokens, decode.min_sketched = cpu.THREAD_TOKENS, MIN_TOKENS
-        decode.segment_tokens, decode.last_tokens = SEGMENT_TOKENS, LAST_TOKENS
+        decode.segment_tokens, decode.last_tokens, decode.alone = SEGMENT_TOKENS, LAST_TOKENS, ALONE
         decode.scaling, decode.logit_threshold = query.scaling, layer.logit_threshold
         decode.group_rule = GROUP_RULES[layer.group_rule]
         if layer.bulk_read_bytes is not None:

@@ -44,6 +44,7 @@ struct Decode {
     int64_t batch, kv_heads, split_tokens;
     int64_t min_sketched;                 // a bulk of fewer tokens is read whole
     int64_t segment_tokens, last_tokens;  // of a segment, and of the last one at least
+    int64_t alone;            // products of a phase that one thread has summed before another wakes
     int64_t sketch_bytes[3];  // of a token, of a segment, and once
     float scaling, logit_threshold;  // `log A_local - log A_bulk` below which a head is long-context
     float log_token_threshold, log_unread_weight;

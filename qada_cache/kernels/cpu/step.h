@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <numeric>
 
 #include "recorded.h"
 
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int SHARES = 4;  // of the work for each thread, as they do not all get to work at once
 constexpr int64_t MOST_HEADS = 4;  // of a share: a scan keeps what it estimates of each of its tokens
-constexpr int64_t ALONE = 1 << 18;  // products of local attention that one thread has summed before another wakes
+constexpr int64_t WEIGHED = 16;  // products that weighing a token by its estimate takes as long as
 
 // Parts to split a head's keys into when `heads` of them are shared by `threads`.
 int64_t count_splits(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
@@ -201,6 +202,11 @@ struct Share {
         }
     }
 
+    int64_t count_tokens() const {
+        return std::accumulate(jobs.begin(), jobs.end(), int64_t(0),
+                               [](int64_t sum, const Job& job) { return sum + job.stop - job.start; });
+    }
+
     void read(const Job& job) {
         int64_t row = row_of(job.head), kv_head = kv_head_of(job.head), count = job.stop - job.start;
         float *out = &parts[job.part * SIZE], *lse = &part_lse[job.part * QUERIES];
@@ -239,11 +245,11 @@ struct Share {
         }
     }
 
-    // Calls `work` with each number below `count`, by all threads unless one is to do it `alone`. No exception may
-    // leave a thread of a parallel region: the first one ends all work that is tried after it.
+    // Calls `work` with each number below `count`, by all threads if they have products enough for that. No exception
+    // may leave a thread of a parallel region: the first one ends all work that is tried after it.
     template <typename Work>
-    void each(int64_t count, Work work, bool alone = false) {
-        if (threads == 1 || count <= 1 || alone) {
+    void each(int64_t count, int64_t products, Work work) {
+        if (threads == 1 || count <= 1 || products < call.alone) {
             for (int64_t i = 0; i < count; i++) work(i);
             return;
         }
@@ -260,17 +266,21 @@ struct Share {
     // Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or
     // their sketches and what these leave.
     void run() {
-        const bool alone = head_count * QUERIES * call.rows.columns * (DIM + VALUE_DIM) < ALONE;
-        each(head_count, [&](int64_t head) { decide_head(head); }, alone);
+        constexpr int64_t of_token = QUERIES * (DIM + VALUE_DIM);
+        each(head_count, head_count * call.rows.columns * of_token, [&](int64_t head) { decide_head(head); });
         plan_reading();
-        each(jobs.size(), [&](int64_t i) { read(jobs[i]); });
-        each(scan_count, [&](int64_t i) { scan(pool[i], selecting[pool[i].head].score_cut); });
+        each(jobs.size(), count_tokens() * of_token, [&](int64_t i) { read(jobs[i]); });
         if (scan_count) {
-            each(scan_count, [&](int64_t i) { apply_cut(pool[i]); });
+            int64_t scanned = 0, left = 0;
+            for (int64_t i = 0; i < scan_count; i++) scanned += pool[i].stop - pool[i].start;
+            each(scan_count, scanned * QUERIES * DIM,
+                 [&](int64_t i) { scan(pool[i], selecting[pool[i].head].score_cut); });
+            for (int64_t i = 0; i < scan_count; i++) left += pool[i].count;
+            each(scan_count, left * QUERIES * WEIGHED, [&](int64_t i) { apply_cut(pool[i]); });
             plan_selected();
             for (int64_t head = 0; head < head_count; head++)
                 if (selects[head]) add_unread(head);
-            each(jobs.size(), [&](int64_t i) { read(jobs[i]); });
+            each(jobs.size(), count_tokens() * of_token, [&](int64_t i) { read(jobs[i]); });
         }
         for (int64_t head = 0; head < head_count; head++) merge_parts(head);
     }
