@@ -200,6 +200,9 @@ tables/amx/first_token-smollm2-cpu.csv:
 tables/amx/first_token-qwen2.5-coder-0.5b-instruct-q4_k_m.gguf-cpu.csv:
 	$(EVAL).latency prompt --model $(QWEN) --tokens 4096 16384 --rounds 1 $(OUT)
 
+tables/amx/first_token-deepseek-v2-lite-cpu.csv:
+	$(EVAL).latency prompt --model deepseek-v2-lite --tokens 2048 --rounds 1 $(OUT)
+
 tables/amx/prompt_rate.csv:
 	$(EVAL).prompts rate --tokens 8192 16384 --dims 64 128 --rounds 2 $(OUT)
 
@@ -232,10 +235,14 @@ tables/sampled/prompt_loss-smollm2.csv:
 	$(EVAL).prompts loss --sampled --dtype float32 --tokens 4096 7500 --documents 1 --thresholds 12 18 25 40 $(OUT)
 
 tables/sampled/prompt_loss-qwen2.5-coder-0.5b.csv:
-	$(EVAL).prompts loss --sampled --model $(QWEN) --dtype float32 --tokens 4096 --documents 1 --thresholds 12 18 25 $(OUT)
+	$(EVAL).prompts loss --sampled --model $(QWEN) --dtype float32 --tokens 4096 --documents 1 --thresholds 12 18 25 40 $(OUT)
 
 tables/sampled/long/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --sampled --model $(QWEN) --dtype float32 --tokens 16384 --documents 1 --thresholds 25 $(OUT)
+
+tables/sampled/trials.csv:
+	$(EVAL).trials --sampled --prefill 0 18 --bits 8 --dtype float32 --tasks $(NEEDLES) --lengths 4096 --documents 8 $(OUT)
+	$(EVAL).trials --model $(QWEN) --sampled --prefill 0 40 --bits 8 --dtype float32 --tasks $(NEEDLES) --lengths 4096 --documents 4 $(OUT)
 
 tables/long/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --model $(QWEN) --dtype bfloat16 --tokens 32768 --documents 1 --thresholds 12 $(OUT)
