@@ -12,6 +12,7 @@ With `--peers`, so are caches that other methods made smaller (`eval/shared/peer
 """
 
 import argparse
+import contextlib
 import copy
 import math
 import sys
@@ -47,6 +48,7 @@ from eval.shared.deciding import (
 from eval.shared.language_model import DEFAULT, HELP, check_loading, find_hflm_source, label, load
 from eval.shared.lm_tasks import make_task_manager
 from eval.shared.peers import PEERS, Prefilled
+from eval.shared.sampled import read_as_gpus_do
 from eval.shared.selecting import check_selected, find_prefill_threshold, list_prompt_ways
 from eval.shared.tables import align, make_parser, new_file, read, write
 from eval.shared.texts import (
@@ -245,9 +247,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--own", action="store_true", help="with --tokens: the default and the economical settings alone")
     add("--latents", action="store_true", help="ways of reading some of the tokens of latent attention only")
     add("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="of bulks (default: 16)")
-    add(
-        "--prefill", type=float, nargs="+", default=[], help="prefill_threshold of prompts (0: exact), and no other way"
-    )
+    add("--prefill", type=float, nargs="+", default=[], help="prefill_threshold of prompts (0: exact); no other way")
+    add("--sampled", action="store_true", help="with --prefill, as GPUs read them")
     add("--peers", action="store_true", help="other methods, to compare with: caches that evict, or of few bits")
     add("--dtype", default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
@@ -255,7 +256,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype, device=options.device)
-    run(options, model, tokenizer)
+    with read_as_gpus_do() if options.sampled else contextlib.nullcontext():
+        run(options, model, tokenizer)
     print(align(summarize(read(options.out))))
     return 0
 

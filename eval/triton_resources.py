@@ -3,8 +3,10 @@
 No GPU is used: the compiler and the assembler are those that come with Triton. A row is one kernel of one decode step;
 without a group, of storing tokens: of the sketch, or behind a plus of the records alone. Heads of 576 channels are
 those of latents, with as many query heads as the group; `latent_kernel` and `recorded_latent_kernel` read
-all exactly. A row has registers and stack bytes of a thread, bytes of shared memory of a program, and the instructions
-of its code, each counted once, however often it runs. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
+all exactly. `share_kernel`, `sample_kernel` and `read_kernel` are those of a prompt that is read by selection; their
+group is of queries that read together. A row has registers and stack bytes of a thread, bytes of shared memory of a
+program, and the instructions of its code, each counted once, however often it runs. `sketch` is bits a value; behind a
+plus, `bulk_bits` of records.
 """
 
 import itertools
@@ -13,13 +15,15 @@ from typing import Any
 
 import torch
 
-from eval.shared.compiling import SKETCHES, Compiled, Recorder, Step, record_latents
+from eval.shared.compiling import SKETCHES, Compiled, Recorder, Step, record_latents, record_prompt
 from eval.shared.tables import align, make_parser, new_file, write
+from qada_cache.kernels.triton import selected_prompt
 from qada_cache.kernels.triton.latents import WIDE_QUERIES
 
 ARCHITECTURES = (80, 90)
 SIZES = ((64, 3), (64, 7), (80, 8), (96, 4), (128, 1), (128, 4), (128, 8), (256, 2))  # dim, group
 CAPACITY = 40_000
+PROMPT_DIMS, PROMPT_GROUP = (64, 128), 4
 LATENT, RANK, LATENT_HEADS = 576, 512, (16, 32, 128)
 
 
@@ -75,6 +79,11 @@ def main(argv: list[str] | None = None) -> int:
             told = {"most": WIDE_QUERIES, "rung": SKETCHES[sketch][1] if sketch else 16}
             found = record_latents(LATENT, RANK, heads, torch.bfloat16, **told)
             rows += measure(LATENT, heads, sketch, found[:1] if sketch else found)  # parts are merged alike
+    blocks = selected_prompt.SHORT_BLOCK, selected_prompt.BLOCK
+    for dim, block, architecture in itertools.product(PROMPT_DIMS, blocks, args.architectures):
+        if args.dims is None or dim in args.dims:
+            found = record_prompt(dim, PROMPT_GROUP, divmod(architecture, 10), block)
+            rows += [measure_resources(recorder, dim, block, "", architecture) for recorder in found]
     print(align(rows))
     if args.out is not None:
         write(args.out, rows)

@@ -140,14 +140,15 @@ class Step:
         return _record(STORING, store)
 
 
-def record_prompt(dim: int, group: int, capability: tuple[int, int]) -> list["Recorder"]:
-    """What is launched to read a prompt by selection on a device of such a capability."""
+def record_prompt(dim: int, group: int, capability: tuple[int, int], block: int) -> list["Recorder"]:
+    """What is launched to read a prompt by selection on a device of such a capability, `block` queries together."""
     query, key, value = (
         torch.zeros(1, heads, 2 * selected_prompt.BLOCK, dim, dtype=torch.bfloat16, device="cpu")
         for heads in (group, 1, 1)
     )
     told = {"scaling": 0.1, "threshold": 1.0, "sinks": 4, "window": 1, "out": torch.empty_like(query)}
-    with mock.patch.object(selected_prompt, "find_capability", return_value=capability):
+    of_block = mock.patch.object(selected_prompt, "find_block", return_value=block)
+    with mock.patch.object(selected_prompt, "find_capability", return_value=capability), of_block:
         return _record(PROMPT, lambda: selected_prompt.selected_attention(query, key, value, **told))
 
 

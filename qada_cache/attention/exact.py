@@ -32,7 +32,9 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
     if query.visible is not None or tokens < key.shape[2]:
         return None
     if options.prefill_threshold > 0 and query.valid is None:
-        select = find_selected_attention(states, key, value, options.kernels)
+        select = find_selected_attention(
+            states, key, value, options.kernels, end=layer.shared.forward_pass.prompt_tokens
+        )
         if select is not None:
             found = states.new_empty(batch, tokens, heads, value.shape[3])
             _select(select, layer, query.scaling, (states, key, value), found.transpose(1, 2))
@@ -73,7 +75,8 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
     select: Callable[..., Any] | None = selected_prompt.selected_attention
     by_cpu = kernels == "auto" and states.is_cpu
     if not by_cpu:  # asked before anything is joined
-        select = find_selected_attention(states, key, value, kernels, past=min(store.lengths))
+        told = {"past": min(store.lengths), "end": layer.shared.forward_pass.prompt_tokens}
+        select = find_selected_attention(states, key, value, kernels, **told)
     elif not (
         prompt.serves_sizes(states.shape[3], value.shape[3], states.dtype) and selected_prompt.serves(states, value)
     ):

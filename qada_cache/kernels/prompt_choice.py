@@ -18,11 +18,11 @@ TRIED_TOKENS, LOW = 300, 1e-9  # at such a threshold every token is read
 
 
 def find_selected_attention(
-    query: Tensor, key: Tensor, value: Tensor, kernels: str, *, past: int = 0
+    query: Tensor, key: Tensor, value: Tensor, kernels: str, *, past: int = 0, end: int = 0
 ) -> Callable[..., Tensor] | None:
     """`triton.selected_prompt.selected_attention` where it computes such a prompt, or such a chunk of one, of shapes as
-    there but for `past` tokens that are still to be joined; else None, and it is read exactly. `kernels` is one of
-    `choice.KINDS`."""
+    there but for `past` tokens that are still to be joined; else None, and it is read exactly. `end` is as there,
+    `kernels` one of `choice.KINDS`."""
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
     heads, queries, dim = query.shape[1:]
@@ -40,6 +40,7 @@ def find_selected_attention(
                 reason = f"its kernel has up to {selected_prompt.MAX_TOKENS} tokens, not {tokens}"
             else:
                 sizes = {"group": heads // key.shape[1], "dim": dim, "value_dim": value.shape[3]}
+                sizes["block"] = selected_prompt.find_block(max(end, tokens))
                 reason = _find_prompt_fault(query.device, query.dtype, **sizes)
         if reason is None:
             return selected_prompt.selected_attention
@@ -48,9 +49,11 @@ def find_selected_attention(
 
 
 @functools.cache
-def _find_prompt_fault(device: torch.device, dtype: torch.dtype, *, group: int, dim: int, value_dim: int) -> str | None:
-    """As `decode_trial.find_decode_fault`, of a short prompt of which everything is read."""
-    from .triton.selected_prompt import selected_attention
+def _find_prompt_fault(
+    device: torch.device, dtype: torch.dtype, *, group: int, dim: int, value_dim: int, block: int
+) -> str | None:
+    """As `decode_trial.find_decode_fault`, of a short prompt, or the beginning of one, of which everything is read."""
+    from .triton import selected_prompt
 
     made = torch.Generator("cpu").manual_seed(0)
     shapes = (2 * group, dim), (2, dim), (2, value_dim)
@@ -59,12 +62,13 @@ def _find_prompt_fault(device: torch.device, dtype: torch.dtype, *, group: int, 
         for heads, size in shapes
     ]
     keys, values = (part.repeat_interleave(group, dim=1) for part in call[1:])
-    told = {"scaling": dim**-0.5, "threshold": LOW, "sinks": 1, "window": 1}
+    end = TRIED_TOKENS if block == selected_prompt.SHORT_BLOCK else selected_prompt.SHORT
+    told = {"scaling": dim**-0.5, "threshold": LOW, "sinks": 1, "window": 1, "end": end}
 
     def compute() -> tuple[Tensor, ...]:
         query, key, value = (part.to(device) for part in call)
         out = query.new_zeros(*query.shape[:3], value_dim)
-        pairs = selected_attention(query, key, value, out=out, **told)
+        pairs = selected_prompt.selected_attention(query, key, value, out=out, **told)
         return out.cpu(), pairs.cpu()
 
     expected = partial_attention(call[0], keys, values, scaling=dim**-0.5, causal=True)[0]

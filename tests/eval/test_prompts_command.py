@@ -8,7 +8,7 @@ import sampled_prompt_reference as reference
 import torch
 
 from eval import prompts
-from eval.shared.sampled import sampled_attention
+from eval.shared import sampled
 from eval.shared.tables import read
 from qada_cache.kernels.cpu import prompt
 
@@ -47,25 +47,30 @@ def test_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "neither AVX2 nor NEON" in capsys.readouterr().err
 
 
-def test_prompts_read_as_gpus_read_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [64, 128])
+def test_samples_of_prompts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch, of the tokens that float64's other definition takes, as often as it counts them."""
+    monkeypatch.setattr(sampled, "SHORT", 700 if size == 128 else 701)
     made = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 700, 16, generator=made).double() for heads in (4, 2, 2))
     told, out = {"scaling": 0.5, "threshold": 60.0, "sinks": 5}, torch.empty(1, 4, 700, 16, dtype=torch.float64)
-    pairs = sampled_attention(query, key, value, **told, window=1, out=out)
+    pairs = sampled.sampled_attention(query, key, value, **told, window=1, out=out)
     wanted = 0
     for head in range(4):
         own = query[0, head], key[0, head // 2]
-        for block in range(6):
-            found = reference.probabilities(*own, block, **told, floor=1 / 64).ceil().int()
-            taken = reference.sample(found, block, head) if block < 5 else range(5 * reference.BLOCK)
-            chosen = {token: int(found[token]) if block < 5 else 256 for token in taken}
-            rows = slice(block * reference.BLOCK, (block + 1) * reference.BLOCK)
-            exact = reference.attend(*own, value[0, head // 2], block, chosen, 0.5)
+        for block in range(blocks := -(-700 // size)):
+            begin, some = block * size, block < blocks - 1
+            found = reference.probabilities(*own, begin, size, **told, floor=1 / 64).ceil().int()
+            taken = reference.sample(found, block, head) if some else range(begin)
+            chosen = {token: int(found[token]) if some else 256 for token in taken}
+            rows = slice(begin, begin + size)
+            exact = reference.attend(*own, value[0, head // 2], begin, size, chosen, 0.5)
             torch.testing.assert_close(out[0, head, rows], exact)
-            size = len(exact)
-            wanted += len(chosen) * size + size * (size + 1) // 2
+            wanted += len(chosen) * len(exact) + len(exact) * (len(exact) + 1) // 2
     assert int(pairs) == wanted < 0.9 * 4 * 700 * 701 / 2
+
+
+def test_prompts_read_as_gpus_read_them(tmp_path: Path) -> None:
     table, model = tmp_path / "table.csv", ["loss", "--model", str(needle.FOLDER), "--dtype", "float32", "--sampled"]
     assert (
         prompts.main([*model, "--tokens", "1100", "--documents", "1", "--thresholds", "1e-9", "--out", str(table)]) == 0

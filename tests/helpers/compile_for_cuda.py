@@ -36,9 +36,11 @@ def check(recorder: Recorder, capability: int, step: Step) -> None:
 
 def check_prompts(few: bool) -> None:
     """Kernels that read prompts by selection."""
-    usual, rest = [(90, 128, 4), (80, 128, 4)], [(89, 128, 8), (80, 80, 1), (90, 64, 3), (90, 80, 1)]
-    for capability, dim, group in usual if few else rest:
-        for recorder in record_prompt(dim, group, divmod(capability, 10)):
+    usual = [(90, 128, 4, 128), (80, 128, 4, 64)]
+    rest = [(89, 128, 8, 128), (80, 80, 1, 128), (90, 64, 3, 128), (90, 80, 1, 128), (80, 128, 4, 128)]
+    rest += [(90, 128, 4, 64), (89, 128, 8, 64), (80, 80, 1, 64), (90, 64, 3, 64)]
+    for capability, dim, group, block in usual if few else rest:
+        for recorder in record_prompt(dim, group, divmod(capability, 10), block):
             compiled = Compiled(recorder, capability)
             print(f"sm_{capability} {recorder.kernel.__name__}: {compiled.shared} bytes of shared memory")
             assert compiled.shared <= SHARED[capability], "more shared memory than the device has"

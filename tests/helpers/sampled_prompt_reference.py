@@ -1,29 +1,28 @@
 """A prompt read by a sample, in float64: a second definition, a step at a time, which shares no code with the first.
 
 Probabilities are in 256ths. Steps are apart as a sum of probabilities that is off by one moves all that follows it.
+A block is so many queries that read together, at most `size`, from its first, `begin`, on.
 """
 
 import torch
 from torch import Tensor
 
-BLOCK = 128  # queries that read together
 FIRST = 64  # tokens that are all scored for the sum that shares are of
 STRIDE = 16  # others of which one is scored for the sum that shares are of
 FEW = 1024
 
 
 def probabilities(
-    query: Tensor, key: Tensor, block: int, *, scaling: float, threshold: float, sinks: int, floor: float
+    query: Tensor, key: Tensor, begin: int, size: int, *, scaling: float, threshold: float, sinks: int, floor: float
 ) -> Tensor:
     """Float64 256ths, before they are rounded up, that a block of queries `[tokens, dim]` gives each token before it.
 
     Shares are of their own block's tokens, the `FIRST` ones, and one of each `STRIDE` others for all of these.
     """
-    begin, tokens = block * BLOCK, len(query)
-    own = torch.arange(begin, min(begin + BLOCK, tokens))
+    own = torch.arange(begin, min(begin + size, len(query)))
     centred = key.double() - key.double().mean(0)
     scores = scaling * query[own].double() @ centred.T
-    near = scores[:, begin : begin + BLOCK].masked_fill(own > own[:, None], -torch.inf)
+    near = scores[:, begin : begin + size].masked_fill(own > own[:, None], -torch.inf)
     seen = torch.cat([near, scores[:, : min(FIRST, begin)]], 1)
     sample = torch.arange(begin)[FIRST + STRIDE // 2 :: STRIDE]
     met = torch.cat([seen, scores[:, sample] + torch.tensor(STRIDE).log()], 1).logsumexp(1)
@@ -43,14 +42,15 @@ def sample(probabilities: Tensor, block: int, head: int) -> list[int]:
     return taken
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, block: int, chosen: dict[int, int], scaling: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, begin: int, size: int, chosen: dict[int, int], scaling: float
+) -> Tensor:
     """A block's outputs, where tokens before it are read as often as 256 over what `chosen` has for them."""
-    begin = block * BLOCK
-    own = torch.arange(begin, min(begin + BLOCK, len(query)))
+    own = torch.arange(begin, min(begin + size, len(query)))
     scores = scaling * query[own].double() @ key.double().T
     lift = torch.full((len(key),), -torch.inf, dtype=torch.float64)
     for token, share in chosen.items():
         lift[token] = torch.tensor(256 / share).log()
     lift = lift.repeat(len(own), 1)
-    lift[:, begin : begin + BLOCK] = torch.zeros(len(own), len(own)).masked_fill(own > own[:, None], -torch.inf)
+    lift[:, begin : begin + size] = torch.zeros(len(own), len(own)).masked_fill(own > own[:, None], -torch.inf)
     return (scores + lift).softmax(-1) @ value.double()

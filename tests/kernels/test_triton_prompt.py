@@ -26,12 +26,14 @@ from qada_cache.kernels.triton import selected_prompt
 pytestmark = interpreter
 SCALING, SINKS = 0.15, 5
 ONE = torch.tensor([[0]])
+BLOCK = selected_prompt.SHORT_BLOCK
 CALLS = [  # tokens, heads, KV heads, dim, value_dim, dtype
     (300, 2, 2, 64, 64, torch.float32),
     (517, 4, 2, 64, 48, torch.bfloat16),
     (260, 8, 1, 80, 80, torch.float16),
     (400, 2, 1, 128, 128, torch.float32),
 ]
+SIZES = [selected_prompt.BLOCK, BLOCK, selected_prompt.BLOCK, BLOCK]  # queries that read together, in each
 
 
 def tensors(tokens: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -46,67 +48,70 @@ def tensors(tokens: int, heads: int, kv_heads: int, dim: int, value_dim: int, dt
     return [(2.5 * query / spread).to(dtype), key.to(dtype), value.to(dtype)]
 
 
-def find_shares(query: Tensor, key: Tensor, block: int, threshold: float) -> Tensor:
+def find_shares(query: Tensor, key: Tensor, block: int, size: int, threshold: float) -> Tensor:
     """256ths of one block, for each head."""
     codes, steps = selected_prompt.encode(key)
-    told = {"scaling": SCALING, "threshold": threshold, "sinks": SINKS}
+    told = {"scaling": SCALING, "threshold": threshold, "sinks": SINKS, "block": size}
     shares = selected_prompt.find_shares(query, codes, steps, block, 1, **told)
     return shares[:, 0].int() + 1
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_probabilities(call: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(("call", "size"), [*zip(CALLS, SIZES, strict=True)], ids=str)
+def test_probabilities(call: tuple[Any, ...], size: int) -> None:
     query, key, _ = tensors(*call)
     tokens, heads, kv_heads, *_, dtype = call
-    for block in (1, (tokens - 1) // reference.BLOCK):
-        found = find_shares(query, key, block, 100.0)
+    for block in (1, (tokens - 1) // size):
+        found = find_shares(query, key, block, size, 100.0)
         told = {"scaling": SCALING, "threshold": 100.0, "sinks": SINKS, "floor": selected_prompt.FLOOR}
         for head in range(heads):
-            wanted = reference.probabilities(query[0, head], key[0, head // (heads // kv_heads)], block, **told)
+            own = query[0, head], key[0, head // (heads // kv_heads)]
+            wanted = reference.probabilities(*own, block * size, size, **told)
             assert 1 < wanted.mean() < 250
             off = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]  # of codes in such numbers
             assert (found[head] >= torch.ceil(wanted * (1 - off)).clamp_min(4).int()).all()
             assert (found[head] <= torch.ceil(wanted * (1 + off)).clamp_max(256).int()).all()
 
 
-def test_a_sample() -> None:
+@pytest.mark.parametrize("size", [BLOCK, selected_prompt.BLOCK])
+def test_a_sample(size: int) -> None:
     made = torch.Generator().manual_seed(0)
     shares = torch.randint(0, 256, (3, 2, 640), generator=made, dtype=torch.uint8)
     shares[torch.rand(shares.shape, generator=made) < 0.8] = 3
     for capacity in (640, 60):
-        chosen, counts = selected_prompt.draw(shares, 4, capacity)
+        chosen, counts = selected_prompt.draw(shares, 4, capacity, block=size)
         for head in range(3):
             for block in range(2):
-                own = shares[head, block, : (4 + block) * reference.BLOCK].int() + 1
+                own = shares[head, block, : (4 + block) * size].int() + 1
                 wanted = reference.sample(own, 4 + block, head)
                 written = [token << 9 | int(own[token]) for token in wanted][:capacity]
                 assert counts[head, block] == len(wanted)
                 assert chosen[head, block, : len(written)].tolist() == written
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_attention_of_a_sample(call: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(("call", "size"), [*zip(CALLS, SIZES, strict=True)], ids=str)
+def test_attention_of_a_sample(call: tuple[Any, ...], size: int) -> None:
     query, key, value = tensors(*call)
     tokens, heads, kv_heads, *_, dtype = call
-    made, block = torch.Generator().manual_seed(1), (tokens - 1) // reference.BLOCK
+    made, begin = torch.Generator().manual_seed(1), (tokens - 1) // size * size
     chosen = [
-        {token: int(torch.randint(1, 257, (), generator=made)) for token in range(head, block * reference.BLOCK, 3)}
+        {token: int(torch.randint(1, 257, (), generator=made)) for token in range(head, begin, 3)}
         for head in range(heads)
     ]
     items = torch.tensor([[token << 9 | share for token, share in each.items()][:80] for each in chosen])[:, None]
     out = torch.full((1, heads, tokens, value.shape[3]), torch.nan, dtype=dtype)
     counts = torch.full((heads, 1), items.shape[2], dtype=torch.int32)
     counts[1] += 1  # more than were written
-    selected_prompt.read_sample(query, key, value, items.int().contiguous(), counts, out, block, SCALING)
+    told = items.int().contiguous(), counts, out, begin // size, SCALING
+    selected_prompt.read_sample(query, key, value, *told, block=size)
     for head in range(heads):
         kept = dict(list(chosen[head].items())[: items.shape[2]])
         if head == 1:
-            kept = dict.fromkeys(range(block * reference.BLOCK), 256)
+            kept = dict.fromkeys(range(begin), 256)
         group = head // (heads // kv_heads)
-        wanted = reference.attend(query[0, head], key[0, group], value[0, group], block, kept, SCALING)
+        wanted = reference.attend(query[0, head], key[0, group], value[0, group], begin, size, kept, SCALING)
         tolerance = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-        torch.testing.assert_close(out[0, head, block * reference.BLOCK :].double(), wanted, rtol=0, atol=tolerance)
-    assert out[:, :, : block * reference.BLOCK].isnan().all()
+        torch.testing.assert_close(out[0, head, begin:].double(), wanted, rtol=0, atol=tolerance)
+    assert out[:, :, :begin].isnan().all()
 
 
 def attend(call: list[Tensor], threshold: float, window: int = 1) -> tuple[Tensor, int]:
@@ -135,21 +140,20 @@ def test_what_is_not_read_is_stood_for(monkeypatch: pytest.MonkeyPatch) -> None:
     query = (query / 2.5).expand(1, 8, -1, -1).contiguous()  # heads alike but for their samples
     exact, (out, pairs) = in_float64(query, key, value), attend([query, key, value], 1500.0, window=0)
     assert pairs < 0.7 * 8 * 384 * 385 // 2
-    errors = (out - exact)[0, :, reference.BLOCK :]
+    errors = (out - exact)[0, :, BLOCK:]
     assert errors.mean(0).square().mean() < 0.25 * errors.square().mean()
 
 
 def test_the_last_queries_read_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks that have some of them do, in every slice of blocks."""
+    """The blocks that have no others do, and the last block, in every slice of blocks."""
     call = tensors(400, 2, 1, 64, 64, torch.float32)
     exact = in_float64(*call)
     monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
-    for most, window in ((2**26, 9), (2**26, 112), (600, 112)):
+    for most, window, whole in ((2**26, 9, 384), (2**26, 0, 384), (2**26, 112, 320), (600, 112, 320)):
         monkeypatch.setattr(selected_prompt, "MAX_CHOSEN", most)
         out, pairs = attend(call, 1500.0, window)
-        whole = (400 - window) // reference.BLOCK * reference.BLOCK
         errors = (out - exact).abs().amax(dim=(0, 1, 3))
-        assert errors[whole:].max() < 3e-5 < errors[reference.BLOCK : whole].median()
+        assert errors[whole:].max() < 3e-5 < errors[BLOCK:whole].median()
         assert 2 * sum(range(whole + 1, 401)) < pairs < 2 * 400 * 401 // 2
 
 
@@ -193,7 +197,7 @@ def test_chunks_of_blocks_are_read_as_the_whole_prompt(monkeypatch: pytest.Monke
     monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
     call = tensors(517, 4, 2, 64, 48, torch.float32)
     wanted, pairs = attend(call, 300.0, 9)
-    for cuts in ([128, 384], [384, 512]):
+    for cuts in ([128, 448], [384, 512]):
         found, computed = attend_in_chunks(call, cuts, 300.0)
         assert computed == pairs < 0.9 * 4 * 517 * 518 // 2
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)

@@ -16,15 +16,17 @@ from torch import Tensor
 from .prompt_kernels import SHARES, read_kernel, sample_kernel, share_kernel
 
 BLOCK = 128  # queries that read together
+SHORT, SHORT_BLOCK = 8192, 64  # prompts of fewer tokens lose less, by fewer pairs, if fewer queries share a sample
 FLOOR = 1 / 64  # of the probability to be read
 MAX_SHARE = 2  # a block that chooses more than a part of the tokens in so many reads all of them
 MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and half as much for probabilities
 MAX_TOKENS = 2**22  # that a chosen token's bits can name
-SHARING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
-WIDE = {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}  # of devices where groups of warps multiply
+SHARING = {"BLOCK_N": 64, "num_stages": 3}
+WIDE = {"BLOCK_N": 128, "num_stages": 3}  # of devices where groups of warps multiply
+REGISTERS = {BLOCK: 128, SHORT_BLOCK: 168}  # of a thread there, at most; two spill for 128 channels in groups of one
 SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
-READING = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
-RAGGED = {**READING, "BLOCK_N": 32}  # of heads that fill no block, whose masks take registers
+READING = {"BLOCK_N": 64, "num_stages": 3}
+FEWER = {"BLOCK_N": 32, "num_stages": 3}  # of short prompts, and of heads whose masks take registers
 LOG2E = math.log2(math.e)
 CODE_PEAK = 240.0
 
@@ -42,7 +44,8 @@ def selected_attention(
         scaling: of scores.
         threshold: times an even share, above 0.
         sinks: first tokens, which all read.
-        window: last queries of the prompt, whose blocks read everything: the first new token comes of them.
+        window: last queries of the prompt. A block of these alone reads everything, and so does the last block, of
+            which the first new token comes.
         out: `[batch, heads, queries, value_dim]` in the query's dtype, written.
         end: tokens of the whole prompt, if these are not all.
 
@@ -52,23 +55,34 @@ def selected_attention(
     batch, heads, queries = query.shape[:3]
     tokens, past = key.shape[2], key.shape[2] - queries
     codes, steps = encode(key)
-    blocks = -(-queries // BLOCK)
-    begins = past + torch.arange(blocks, dtype=torch.int64, device=query.device) * BLOCK
-    sizes = (tokens - begins).clamp_max(BLOCK)
+    block = find_block(max(end, tokens))
+    blocks = -(-queries // block)
+    begins = past + torch.arange(blocks, dtype=torch.int64, device=query.device) * block
+    sizes = (tokens - begins).clamp_max(block)
     pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
-    whole = max(0, max(end, tokens) - window - past) // BLOCK  # the first block of the last queries
+    whole = find_whole(max(end, tokens) - past, window, block)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         while first < blocks:
-            some, capacity = _find_slice(first, blocks, batch * heads, past)
+            some, capacity = _find_slice(first, blocks, batch * heads, past, block)
             told = query, codes, steps, first, some
-            shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks)
-            chosen, counts = draw(shares, first, capacity, past)
+            shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks, block=block)
+            chosen, counts = draw(shares, first, capacity, past, block=block)
             counts[:, max(0, whole - first) :] = capacity + 1
-            read_sample(query, key, value, chosen, counts, out, first, scaling)
+            read_sample(query, key, value, chosen, counts, out, first, scaling, block=block)
             of = slice(first, first + some)
             pairs += (torch.where(counts > capacity, begins[of], counts) * sizes[of]).sum()
             first += some
     return pairs
+
+
+def find_block(tokens: int) -> int:
+    """Queries of a prompt of so many tokens that read together."""
+    return SHORT_BLOCK if tokens < SHORT else BLOCK
+
+
+def find_whole(queries: int, window: int, block: int) -> int:
+    """The first block that reads everything, of so many queries from the first block to the prompt's end."""
+    return min(-(-max(0, queries - window) // block), (queries - 1) // block)
 
 
 def encode(key: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,12 +105,12 @@ def find_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def _find_slice(first: int, blocks: int, heads: int, past: int) -> tuple[int, int]:
+def _find_slice(first: int, blocks: int, heads: int, past: int, block: int) -> tuple[int, int]:
     """How many blocks from `first` on are computed at once, and the tokens that each has room to choose."""
     some = blocks - first
-    while some > 1 and heads * some * _find_capacity(past + (first + some) * BLOCK) > MAX_CHOSEN:
+    while some > 1 and heads * some * _find_capacity(past + (first + some) * block) > MAX_CHOSEN:
         some = -(-some // 2)
-    return some, _find_capacity(past + (first + some) * BLOCK)
+    return some, _find_capacity(past + (first + some) * block)
 
 
 def _find_capacity(tokens: int) -> int:
@@ -105,44 +119,47 @@ def _find_capacity(tokens: int) -> int:
 
 def find_shares(
     query: Tensor, codes: Tensor, steps: Tensor, first: int, blocks: int, *, scaling: float, threshold: float,
-    sinks: int,
+    sinks: int, block: int,
 ) -> Tensor:  # fmt: skip
     """What `share_kernel` writes of so many blocks from `first` on: uint8 `[batch * heads, blocks, tokens before the
     last block]`."""
     (batch, heads, queries, dim), tokens = query.shape, codes.shape[2]
     past = tokens - queries
-    columns = past + (first + blocks - 1) * BLOCK
+    columns = past + (first + blocks - 1) * block
     shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=query.device)
+    by_groups = find_capability(query.device)[0] == 9
     share_kernel[blocks, batch * heads](
         query, codes, steps, shares, *query.stride()[:3], heads, first, past, tokens, columns, sinks, scaling * LOG2E,
-        threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=BLOCK,
-        **(WIDE if find_capability(query.device)[0] == 9 else SHARING),
+        threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=block,
+        num_warps=block // 16, **({**WIDE, "maxnreg": REGISTERS[block]} if by_groups else SHARING),
     )  # fmt: skip
     return shares
 
 
-def draw(shares: Tensor, first: int, capacity: int, past: int = 0) -> tuple[Tensor, Tensor]:
+def draw(shares: Tensor, first: int, capacity: int, past: int = 0, *, block: int) -> tuple[Tensor, Tensor]:
     """What `sample_kernel` writes: tokens, int32 `[batch * heads, blocks, capacity]`, and their counts, int32 `[batch *
     heads, blocks]`."""
     heads, blocks, columns = shares.shape
     chosen = torch.empty(heads, blocks, capacity, dtype=torch.int32, device=shares.device)
     counts = torch.empty(heads, blocks, dtype=torch.int32, device=shares.device)
     told = chosen, counts, first, past, columns, capacity
-    sample_kernel[blocks, heads](shares, *told, BLOCK_M=BLOCK, **SAMPLING)
+    sample_kernel[blocks, heads](shares, *told, BLOCK_M=block, **SAMPLING)
     return chosen, counts
 
 
 def read_sample(
-    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, counts: Tensor, out: Tensor, first: int, scaling: float
-) -> None:
+    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, counts: Tensor, out: Tensor, first: int, scaling: float,
+    *, block: int,
+) -> None:  # fmt: skip
     """Has `read_kernel` write the blocks of `out` from `first` on that `draw` chose for."""
     (batch, heads, queries, dim), (tokens, value_dim) = query.shape, value.shape[2:]
     strides = (stride for tensor in (query, key, value, out) for stride in tensor.stride()[:3])
     read_kernel[chosen.shape[1], batch * heads](
         query, key, value, chosen, counts, out, *strides, heads, first, tokens - queries, tokens, chosen.shape[2],
         scaling * LOG2E,
-        G=heads // key.shape[1], D=dim, BLOCK_D=_fill(dim), V=value_dim, BLOCK_V=_fill(value_dim), BLOCK_M=BLOCK,
-        **(READING if (dim, value_dim) == (_fill(dim), _fill(value_dim)) else RAGGED),
+        G=heads // key.shape[1], D=dim, BLOCK_D=_fill(dim), V=value_dim, BLOCK_V=_fill(value_dim), BLOCK_M=block,
+        num_warps=block // 16,
+        **(READING if block == BLOCK and (dim, value_dim) == (_fill(dim), _fill(value_dim)) else FEWER),
     )  # fmt: skip
 
 
