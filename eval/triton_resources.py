@@ -17,13 +17,13 @@ import torch
 
 from eval.shared.compiling import SKETCHES, Compiled, Recorder, Step, record_latents, record_prompt
 from eval.shared.tables import align, make_parser, new_file, write
-from qada_cache.kernels.triton import selected_prompt
 from qada_cache.kernels.triton.latents import WIDE_QUERIES
 
 ARCHITECTURES = (80, 90)
 SIZES = ((64, 3), (64, 7), (80, 8), (96, 4), (128, 1), (128, 4), (128, 8), (256, 2))  # dim, group
 CAPACITY = 40_000
-PROMPT_DIMS, PROMPT_GROUP = (64, 128), 4
+PROMPTS = ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64))  # dim, queries that read together
+PROMPT_GROUP = 4
 LATENT, RANK, LATENT_HEADS = 576, 512, (16, 32, 128)
 
 
@@ -79,8 +79,7 @@ def main(argv: list[str] | None = None) -> int:
             told = {"most": WIDE_QUERIES, "rung": SKETCHES[sketch][1] if sketch else 16}
             found = record_latents(LATENT, RANK, heads, torch.bfloat16, **told)
             rows += measure(LATENT, heads, sketch, found[:1] if sketch else found)  # parts are merged alike
-    blocks = selected_prompt.SHORT_BLOCK, selected_prompt.BLOCK
-    for dim, block, architecture in itertools.product(PROMPT_DIMS, blocks, args.architectures):
+    for (dim, block), architecture in itertools.product(PROMPTS, args.architectures):
         if args.dims is None or dim in args.dims:
             found = record_prompt(dim, PROMPT_GROUP, divmod(architecture, 10), block)
             rows += [measure_resources(recorder, dim, block, "", architecture) for recorder in found]

@@ -31,28 +31,26 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
     (batch, heads, tokens), options = states.shape[:3], layer.options
     if query.visible is not None or tokens < key.shape[2]:
         return None
-    if options.prefill_threshold > 0 and query.valid is None:
-        select = find_selected_attention(
-            states, key, value, options.kernels, end=layer.shared.forward_pass.prompt_tokens
-        )
-        if select is not None:
-            found = states.new_empty(batch, tokens, heads, value.shape[3])
-            _select(select, layer, query.scaling, (states, key, value), found.transpose(1, 2))
-            return found
-    if not prompt.serves(states, key, value, causal=True):
-        return None
+    select: Callable[..., Any] | None = None
+    if options.prefill_threshold > 0:
+        real_tokens = [tokens] if query.valid is None else query.valid.sum(dim=1).tolist()
+        unread = max(0, layer.shared.forward_pass.prompt_tokens - tokens)
+        select = find_selected_attention(states, key, value, options.kernels, [unread + n for n in real_tokens])
+    whole = query.valid is None
+    if select is None:
+        if not prompt.serves(states, key, value, causal=True):
+            return None
+        if options.prefill_threshold > 0 and selected_prompt.serves(states, value):
+            select, whole = selected_prompt.selected_attention, False  # which reads rows one by one
     out = states.new_zeros(batch, tokens, heads, value.shape[3])
-    selects = options.prefill_threshold > 0 and selected_prompt.serves(states, value)
-    whole = query.valid is None and not selects
     for rows in [slice(0, batch)] if whole else [slice(row, row + 1) for row in range(batch)]:
         real = slice(None) if query.valid is None else find_real_tokens(query.valid, rows.start, states.device)
         found = out[rows, real]  # a view, if they are neighbours
         own, to = [part[rows][:, :, real] for part in (states, key, value)], found.transpose(1, 2)
         if not found.numel():  # this row is padding from end to end
             continue
-        if selects:
-            padding = tokens - own[0].shape[2]
-            _select(selected_prompt.selected_attention, layer, query.scaling, own, to, padding=padding)
+        if select is not None:
+            _select(select, layer, query.scaling, own, to, padding=tokens - own[0].shape[2])
         else:
             prompt.prompt_attention(*own, scaling=query.scaling, causal=True, out=to)
         if not isinstance(real, slice):
@@ -75,8 +73,9 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
     select: Callable[..., Any] | None = selected_prompt.selected_attention
     by_cpu = kernels == "auto" and states.is_cpu
     if not by_cpu:  # asked before anything is joined
-        told = {"past": min(store.lengths), "end": layer.shared.forward_pass.prompt_tokens}
-        select = find_selected_attention(states, key, value, kernels, **told)
+        past = min(store.lengths)
+        length = max(past + key.shape[2], layer.shared.forward_pass.prompt_tokens)
+        select = find_selected_attention(states, key, value, kernels, [length], past=past)
     elif not (
         prompt.serves_sizes(states.shape[3], value.shape[3], states.dtype) and selected_prompt.serves(states, value)
     ):

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -12,17 +12,17 @@ from .choice import AUTO_DEVICES, explain_unsupported
 from .reference import find_fault, partial_attention
 
 logger = logging.getLogger(__name__)
-MAX_DIM = 128  # of heads, of which a program holds a block of queries and blocks of keys
+MAX_DIM = 256  # of heads, of which a program holds a block of queries and blocks of keys
 MIN_TOKENS = 1024  # of a prompt: a shorter one takes no time
 TRIED_TOKENS, LOW = 300, 1e-9  # at such a threshold every token is read
 
 
 def find_selected_attention(
-    query: Tensor, key: Tensor, value: Tensor, kernels: str, *, past: int = 0, end: int = 0
+    query: Tensor, key: Tensor, value: Tensor, kernels: str, lengths: Iterable[int], *, past: int = 0
 ) -> Callable[..., Tensor] | None:
     """`triton.selected_prompt.selected_attention` where it computes such a prompt, or such a chunk of one, of shapes as
-    there but for `past` tokens that are still to be joined; else None, and it is read exactly. `end` is as there,
-    `kernels` one of `choice.KINDS`."""
+    there but for `past` tokens that are still to be joined; else None, and it is read exactly. `lengths` are of rows'
+    whole prompts, without padding; `kernels` is one of `choice.KINDS`."""
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
     heads, queries, dim = query.shape[1:]
@@ -40,8 +40,9 @@ def find_selected_attention(
                 reason = f"its kernel has up to {selected_prompt.MAX_TOKENS} tokens, not {tokens}"
             else:
                 sizes = {"group": heads // key.shape[1], "dim": dim, "value_dim": value.shape[3]}
-                sizes["block"] = selected_prompt.find_block(max(end, tokens))
-                reason = _find_prompt_fault(query.device, query.dtype, **sizes)
+                blocks = {selected_prompt.find_block(length, max(dim, value.shape[3])) for length in lengths}
+                faults = (_find_prompt_fault(query.device, query.dtype, **sizes, block=block) for block in blocks)
+                reason = next(filter(None, faults), None)
         if reason is None:
             return selected_prompt.selected_attention
     warn_once(logger, f"prompts are read exactly on {query.device} whatever prefill_threshold is: {reason}")
@@ -62,7 +63,7 @@ def _find_prompt_fault(
         for heads, size in shapes
     ]
     keys, values = (part.repeat_interleave(group, dim=1) for part in call[1:])
-    end = TRIED_TOKENS if block == selected_prompt.SHORT_BLOCK else selected_prompt.SHORT
+    end = selected_prompt.SHORT if block == selected_prompt.BLOCK else TRIED_TOKENS
     told = {"scaling": dim**-0.5, "threshold": LOW, "sinks": 1, "window": 1, "end": end}
 
     def compute() -> tuple[Tensor, ...]:

@@ -39,6 +39,7 @@ def check_prompts(few: bool) -> None:
     usual = [(90, 128, 4, 128), (80, 128, 4, 64)]
     rest = [(89, 128, 8, 128), (80, 80, 1, 128), (90, 64, 3, 128), (90, 80, 1, 128), (80, 128, 4, 128)]
     rest += [(90, 128, 4, 64), (89, 128, 8, 64), (80, 80, 1, 64), (90, 64, 3, 64)]
+    rest += [(capability, 256, group, 64) for capability, group in ((80, 8), (89, 2), (90, 1))]
     for capability, dim, group, block in usual if few else rest:
         for recorder in record_prompt(dim, group, divmod(capability, 10), block):
             compiled = Compiled(recorder, capability)

@@ -32,8 +32,9 @@ CALLS = [  # tokens, heads, KV heads, dim, value_dim, dtype
     (517, 4, 2, 64, 48, torch.bfloat16),
     (260, 8, 1, 80, 80, torch.float16),
     (400, 2, 1, 128, 128, torch.float32),
+    (200, 2, 1, 256, 144, torch.float32),
 ]
-SIZES = [selected_prompt.BLOCK, BLOCK, selected_prompt.BLOCK, BLOCK]  # queries that read together, in each
+SIZES = [selected_prompt.BLOCK, BLOCK, selected_prompt.BLOCK, BLOCK, BLOCK]  # queries that read together, in each
 
 
 def tensors(tokens: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -261,14 +262,30 @@ def test_pairs_are_counted_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_it_does_not_serve_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding, caps and masks; and a kernel at fault."""
+    """Caps and masks; and a kernel at fault."""
     for more in ({"softcap": 30.0}, {"visible": torch.ones(1, 300, 300, dtype=torch.bool)}, {"sink_logits": ONE[0]}):
         assert select("triton", monkeypatch, **more)[0] is None
     monkeypatch.setattr(prompt_choice, "_find_prompt_fault", lambda *_, **__: "it is off")
     assert select("triton", monkeypatch)[1].counters.prompt_read_pairs == 0
-    called = []
-    monkeypatch.setattr(selected_prompt, "selected_attention", lambda *_, **__: called.append(1))
-    valid = torch.ones(2, 300, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("lengths", [(300, 261), (190, 300)], ids=str)
+def test_padded_rows_are_read_as_by_themselves(lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whichever side the padding is, whose outputs are zeros; a row of nothing else is not read."""
     monkeypatch.setattr(prompt_choice, "_find_prompt_fault", lambda *_, **__: None)
-    select("triton", monkeypatch, valid=valid)
-    assert not called
+    for tail in (0, 7):
+        valid = torch.zeros(3, 300, dtype=torch.bool)
+        for row, length in enumerate(lengths):
+            valid[row, 300 - length : 300 - tail] = True
+        monkeypatch.setattr(prompt_choice, "MIN_TOKENS", 1)
+        call = [part.expand(3, -1, -1, -1) for part in tensors(300, 4, 2, 64, 48, torch.float32)]
+        layer = new_layer(*call[1:], kernels="triton", prefill_threshold=300.0, sink_tokens=SINKS)
+        found = attend_to_prompt(layer, Query(call[0], SCALING, valid=valid), *call[1:])
+        assert found is not None
+        expected, pairs = torch.zeros_like(found), 0
+        for row in range(2):
+            own = [part[row : row + 1, :, valid[row]] for part in call]
+            out, read = attend(own, 300.0, layer.options.window)
+            expected[row, valid[row]], pairs = out[0].transpose(0, 1), pairs + read
+        assert torch.equal(found, expected)
+        assert int(layer.counters.prompt_read_pairs) == pairs

@@ -21,12 +21,18 @@ FLOOR = 1 / 64  # of the probability to be read
 MAX_SHARE = 2  # a block that chooses more than a part of the tokens in so many reads all of them
 MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and half as much for probabilities
 MAX_TOKENS = 2**22  # that a chosen token's bits can name
-SHARING = {"BLOCK_N": 64, "num_stages": 3}
-WIDE = {"BLOCK_N": 128, "num_stages": 3}  # of devices where groups of warps multiply
-REGISTERS = {BLOCK: 128, SHORT_BLOCK: 168}  # of a thread there, at most; two spill for 128 channels in groups of one
+BROAD = 128  # channels: of heads of more, blocks are short, and programs wide
+SHARING = {BLOCK: {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}}
+SHARING[SHORT_BLOCK] = {**SHARING[BLOCK], "num_warps": 4}
+# Of devices where groups of warps multiply. Of 128 registers two spill for 128 channels in groups of one.
+WIDE = {BLOCK: {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}}
+WIDE[SHORT_BLOCK] = {**WIDE[BLOCK], "num_warps": 4, "maxnreg": 168}
+SHARING_BROAD = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
 SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
-READING = {"BLOCK_N": 64, "num_stages": 3}
-FEWER = {"BLOCK_N": 32, "num_stages": 3}  # of short prompts, and of heads whose masks take registers
+READING = {BLOCK: {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}}
+READING[SHORT_BLOCK] = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+READING_RAGGED = {**READING[BLOCK], "BLOCK_N": 32}  # of heads that fill no block, whose masks take registers
+READING_BROAD = {**READING_RAGGED, "num_stages": 2}
 LOG2E = math.log2(math.e)
 CODE_PEAK = 240.0
 
@@ -55,7 +61,7 @@ def selected_attention(
     batch, heads, queries = query.shape[:3]
     tokens, past = key.shape[2], key.shape[2] - queries
     codes, steps = encode(key)
-    block = find_block(max(end, tokens))
+    block = find_block(max(end, tokens), max(query.shape[3], value.shape[3]))
     blocks = -(-queries // block)
     begins = past + torch.arange(blocks, dtype=torch.int64, device=query.device) * block
     sizes = (tokens - begins).clamp_max(block)
@@ -75,9 +81,9 @@ def selected_attention(
     return pairs
 
 
-def find_block(tokens: int) -> int:
-    """Queries of a prompt of so many tokens that read together."""
-    return SHORT_BLOCK if tokens < SHORT else BLOCK
+def find_block(tokens: int, dim: int) -> int:
+    """Queries of a prompt of so many tokens that read together, with heads of up to `dim` channels."""
+    return SHORT_BLOCK if tokens < SHORT or dim > BROAD else BLOCK
 
 
 def find_whole(queries: int, window: int, block: int) -> int:
@@ -127,11 +133,11 @@ def find_shares(
     past = tokens - queries
     columns = past + (first + blocks - 1) * block
     shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=query.device)
-    by_groups = find_capability(query.device)[0] == 9
+    sharing = WIDE if find_capability(query.device)[0] == 9 else SHARING
     share_kernel[blocks, batch * heads](
         query, codes, steps, shares, *query.stride()[:3], heads, first, past, tokens, columns, sinks, scaling * LOG2E,
         threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=block,
-        num_warps=block // 16, **({**WIDE, "maxnreg": REGISTERS[block]} if by_groups else SHARING),
+        **(SHARING_BROAD if dim > BROAD else sharing[block]),
     )  # fmt: skip
     return shares
 
@@ -153,13 +159,17 @@ def read_sample(
 ) -> None:  # fmt: skip
     """Has `read_kernel` write the blocks of `out` from `first` on that `draw` chose for."""
     (batch, heads, queries, dim), (tokens, value_dim) = query.shape, value.shape[2:]
+    reading = READING[block]
+    if max(dim, value_dim) > BROAD:
+        reading = READING_BROAD
+    elif block == BLOCK and (dim, value_dim) != (_fill(dim), _fill(value_dim)):
+        reading = READING_RAGGED
     strides = (stride for tensor in (query, key, value, out) for stride in tensor.stride()[:3])
     read_kernel[chosen.shape[1], batch * heads](
         query, key, value, chosen, counts, out, *strides, heads, first, tokens - queries, tokens, chosen.shape[2],
         scaling * LOG2E,
         G=heads // key.shape[1], D=dim, BLOCK_D=_fill(dim), V=value_dim, BLOCK_V=_fill(value_dim), BLOCK_M=block,
-        num_warps=block // 16,
-        **(READING if block == BLOCK and (dim, value_dim) == (_fill(dim), _fill(value_dim)) else FEWER),
+        **reading,
     )  # fmt: skip
 
 
