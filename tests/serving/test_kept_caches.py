@@ -100,12 +100,13 @@ def test_layers_without_a_way_back(family: str) -> None:
 
 
 def test_threads(model: PreTrainedModel) -> None:
-    """Conversations at the same time, each of which has its cache alone."""
+    """Conversations at the same time, each of which has its cache alone. As many are kept: of fewer one might go
+    between two of its turns, and be read again, exactly."""
 
     def talk(seed: int) -> Tensor:
         ids = prompt(60 + 10 * seed, seed=seed)[0]
         for _ in range(3):
-            ids = said(ours(model, ids, DECIDING, conversations=3), 5)
+            ids = said(ours(model, ids, DECIDING, conversations=4), 5)
         return ids
 
     alone = [talk(seed) for seed in range(4)]
