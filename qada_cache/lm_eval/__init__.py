@@ -30,7 +30,8 @@ from .beginnings import Beginnings
 logger = logging.getLogger(__name__)
 
 NOT_MEASURED = "N/A"  # lm-eval's own word for it: no token had a bulk to decide about
-CRITERIA = {"qada": None, "oracle": "oracle", "static": "static", "local": "local", "dense": "dense"}
+# "qada" is the model's default, which for latents is to read all of them.
+CRITERIA = {"qada": None} | {name: name for name in ("gaussian", "oracle", "static", "local", "dense")}
 # `QAdACache`'s own keywords, so that an option added there is one here; the criterion is what `cache=` names.
 _NAMES = (*inspect.signature(QAdACache).parameters, "heads")
 KEYWORDS = tuple(f"cache_{name}" for name in (*_NAMES, "store") if name not in ("model", "config", "criterion"))

@@ -105,7 +105,7 @@ def test_what_other_processes_computed_is_reported(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cache": "qda"}, "unknown cache=qda: use one of qada, oracle, static, local, dense"),
+        ({"cache": "qda"}, "unknown cache=qda: use one of qada, gaussian, oracle, static, local, dense"),
         ({"cache_treshold": 1}, "unknown cache_treshold=1: use one of cache_threshold, cache_sink_tokens"),
         ({"cache": "static"}, "needs cache_heads=FILE"),
         ({"cache_heads": "file"}, "cache=static needs"),
@@ -122,6 +122,13 @@ def test_arguments_of_transformers_pass() -> None:
     options, rest = split_arguments("oracle", {"cache_dir": "d", "dtype": "auto", "cache_update_moments": False})
     assert options == {"criterion": "oracle", "update_moments": False}
     assert rest == {"cache_dir": "d", "dtype": "auto"}
+
+
+def test_latents_decide_if_that_is_asked_for() -> None:
+    """By default they are read whole."""
+    assert split_arguments("qada", {})[0] == {"criterion": None}
+    assert split_arguments("gaussian", {})[0] == {"criterion": "gaussian"}
+    random_lm("deepseek_v3", cache="gaussian", cache_threshold=0.5)
 
 
 def test_unsupported_models_are_refused() -> None:
