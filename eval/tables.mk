@@ -129,6 +129,9 @@ tables/tune-qwen2.5-coder-0.5b.txt:
 tables/lm_eval-qwen2.5-coder-0.5b.txt:  # and without cache=qada
 	$(VENV)/bin/lm_eval --model hf --limit 3 --device cpu --tasks prose_niah,prose_niah_multikey_4 --metadata '{"max_seq_lengths": [8192], "documents": 3}' --model_args pretrained=$(dir $(QWEN)),gguf_file=$(notdir $(QWEN)),dtype=float32,cache=qada
 
+tables/lm_eval-smollm2-latent.txt:  # and with cache=qada
+	$(VENV)/bin/lm_eval --model hf --limit 1 --device cpu --tasks prose_niah_multikey_4,prose_niah_multivalue,prose_niah_multiquery,prose_vt,prose_cwe,prose_fwe,prose_icl --metadata '{"max_seq_lengths": [4096], "documents": 1}' --model_args pretrained=smollm2-latent,dtype=float32,cache=gaussian
+
 tables/families.csv:
 	$(EVAL).families $(OUT)
 
