@@ -143,9 +143,9 @@ class QAdACache(WatchedCache):
         options = support.resolve_options(options, managed, chosen=criterion is not None)
         options = support.choose_bits(options, managed) if bulk_bits is None else options
         self._shared = Shared(tuned_choice.apply_tuned(options, managed, left_open), managed)
-        self._bar, self._decode_graph = ReadingBar(), make_graph(options, managed)
         for index in ours:
             self.layers[index] = support.make_layer(self._shared, index)
+        self._bar, self._decode_graph = ReadingBar(), make_graph(options, managed, self.layers)
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
         attention.switch_on(text_config, model)
@@ -223,7 +223,7 @@ class QAdACache(WatchedCache):
         decided = support.resolve_options(decided, self._shared.model, chosen=chosen)
         twin = copy.deepcopy(self)
         twin._shared.options = decided
-        twin._decode_graph = make_graph(decided, twin._shared.model)
+        twin._decode_graph = make_graph(decided, twin._shared.model, twin.layers)
         for layer in twin.layers:
             if isinstance(layer, QAdALayer):
                 layer.apply_options()

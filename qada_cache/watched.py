@@ -175,9 +175,13 @@ class WatchedCache(NoTensors, DynamicCache):
         if 0 <= progress.reached < layer_idx and not progress.changing:
             self._check_handed_back()
         elif progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
-            self._check_whole()
-            if self._shared.snapshots is not None:
-                self._shared.snapshots.begin_pass(self.layers, self._count_tokens())
+            self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        """Raise if the last pass was interrupted; keep a snapshot of where it ended, if one is due."""
+        self._check_whole()
+        if self._shared.snapshots is not None:
+            self._shared.snapshots.begin_pass(self.layers, self._count_tokens())
 
     def _note(self, layer_idx: int, call: Hashable) -> None:
         """Note that the pass has come to this call."""

@@ -178,7 +178,7 @@ def make_step(decoder: Decoder, graph: DecodeGraph | None) -> Callable[[], objec
     told = {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device="cpu"), CACHE: decoder.cache, "use_cache": True}
     if graph is None:
         return lambda: decoder.forward(**told)
-    return lambda: graph.run(decoder.cache.layers, decoder, decoder.forward, told)
+    return lambda: graph.run(decoder.cache, decoder, decoder.forward, told)
 
 
 def make_dynamic_step() -> tuple[Callable[[], object], Callable[[], object]]:

@@ -7,13 +7,14 @@ of a step is counted beside it (`Step.advance`).
 
 A graph fits as long as the tensors of all layers stay where they are, so until the bulk grows. The first step after
 that computes as ever, the second rehearses what is then captured, so that nothing is built or allocated meanwhile.
-A cache's first graph is compared: of a model that goes by numbers of the host's, a replay would go by old ones.
+A cache's first replays are compared: of a model that goes by numbers of the host's, they would go by old ones.
 Steps that move tokens into the bulk, prompts, turns and whatever else a graph cannot hold compute as ever, too.
 """
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from ..models.latent import has_indexers
 from ..models.sharding import UNSHARDED
 from ..said_once import warn_once
 from ..state import BULK_BITS, ManagedModel, Options
+from ..state.layer import QAdALayer
+from ..state.linear_states import find_lasting
 from ..storage.transfers import find_reader
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
@@ -33,11 +36,13 @@ from .step import Places, Step, find_inputs
 logger = logging.getLogger(__name__)
 ROUNDING = 4  # eps of the dtype: what a replayed hidden state may be off the computed one, of its norm
 MOST_EXACT = 1e-5  # where eps is less
+COMPARED = 2  # replays: of the step that is captured, at positions of the graph's, and of another one
 Compute = Callable[..., Any]
 
 
-def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
-    """That of a cache with these options, asked for by the decoder's forward function from now on; None without.
+def make_graph(options: Options, managed: ManagedModel, layers: list[Any]) -> "DecodeGraph | None":
+    """That of a cache with these options and layers, asked for by the decoder's forward function from now on; None
+    without.
     ValueError or NotImplementedError, if one is asked for that cannot be."""
     asked, model = options.cuda_graph, managed.get()
     if asked and model is None:
@@ -60,6 +65,8 @@ def make_graph(options: Options, managed: ManagedModel) -> "DecodeGraph | None":
         why = "holds no steps of layers that attend twice: build the cache without cuda_graph"
     elif managed.layers and len(list_sizes(managed.config)) > 1:
         why = "holds no steps of layers that differ in their heads: build the cache without cuda_graph"
+    elif managed.layers and find_lasting(layers) is None:
+        why = "holds no steps of layers whose keys move at each, as those of sliding ones: build it without cuda_graph"
     elif managed.shard is not UNSHARDED:
         why = "holds no steps of a model that processes share: build the cache without cuda_graph"
     if why and asked:
@@ -77,7 +84,7 @@ class DecodeGraph:
         """`asked`: by the user, who then knows that hooks do not run and adapters do not change in replays."""
         self.asked = asked
         self.failed = ""  # why none is captured any more
-        self._compared = False  # whether a replay gave what was computed
+        self._compared = 0  # replays that gave what was computed
         self.forget()
 
     def __deepcopy__(self, memo: dict) -> "DecodeGraph":
@@ -90,17 +97,23 @@ class DecodeGraph:
         self._places: Places | None = None
         self._step: Step | None = None  # the last one replayed, as long as nothing else has been computed
         self._facts: Any = None  # what a graph depends on beside shapes
+        self._lasting: list[Tensor] = []  # of transformers' layers, as `find_lasting`: where a graph writes it
         self._model: ModelState | None = None  # as it was captured
         self._stream: Any = None  # that of the last replay
 
-    def run(self, layers: list[Any], decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
-        """What `compute(**kwargs)`, the decoder's own forward, returns."""
-        step = self._step
-        followed = step is not None and self._facts[0]() is decoder and step.is_followed_by(layers)
-        inputs = None if self.failed else find_inputs(layers, decoder, kwargs, followed=followed)
-        if inputs is None:
+    def run(self, cache: Any, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
+        """What `compute(**kwargs)`, the decoder's own forward, returns with this cache."""
+        step, layers = self._step, [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
+        lasting = find_lasting(cache.layers)
+        in_place = lasting is not None and _are_same(lasting, self._lasting)
+        followed = step is not None and in_place and self._facts[0]() is decoder and step.is_followed_by(layers)
+        refused = self.failed or lasting is None
+        inputs = None if refused else find_inputs(layers, decoder, kwargs, followed=followed)
+        if lasting is None or inputs is None:
             self._step = None
             return compute(**kwargs)
+        if len(layers) < len(cache.layers):
+            cache._begin_pass()  # as the first layer that is called does
         # The replay before has written the rest.
         prepared = step is not None and followed and step.takes(inputs) and not self._is_model_changed
         if step is None or not prepared:
@@ -109,13 +122,13 @@ class DecodeGraph:
                 return compute(**kwargs)
             facts = weakref.ref(decoder), step.plans, step.numbers["row_moment_lengths"]
             fits = self._places is not None and self._places.fits(step)
-            if self._places is None or not fits or facts != self._facts or self._is_model_changed:
+            if self._places is None or not fits or facts != self._facts or not in_place or self._is_model_changed:
                 self.forget()
                 if not step.plans:  # which shows in the first step
                     return compute(**kwargs)
-                self._facts, self._places = facts, Places(step)
-                with step.use(self._places):  # a rehearsal
-                    return compute(**self._tell(kwargs))
+                self._facts, self._places, self._lasting = facts, Places(step), lasting
+                with step.use(self._places):  # a rehearsal, at positions of the decoder's own if it is told none
+                    return compute(**self._tell(kwargs, inputs))
             self._places.write(step)
         assert self._places is not None
         self._places.write_inputs(inputs if prepared else step.inputs)
@@ -126,9 +139,9 @@ class DecodeGraph:
                 if store.bulk.offloaded:
                     store.bulk.find_in_place()
         if self._graph is None:
-            if not self._capture(decoder, compute, kwargs, step):
+            if not self._capture(cache.layers, decoder, compute, kwargs, step):
                 return compute(**kwargs)
-        elif not self._compared:
+        if self._compared < COMPARED:
             return self._compare(compute, kwargs, step)
         assert self._result is not None
         step.shared.progress.changing = "a replayed step"
@@ -143,12 +156,14 @@ class DecodeGraph:
     def _is_model_changed(self) -> bool:
         return self._model is not None and self._model.is_changed
 
-    def _tell(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the decoder is told by a graph."""
+    def _tell(self, kwargs: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """What the decoder is told by a graph, which has inputs of these names."""
         assert self._places is not None
-        return kwargs | self._places.inputs | {"attention_mask": None}
+        return kwargs | {name: self._places.inputs[name] for name in names} | {"attention_mask": None}
 
-    def _capture(self, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step) -> bool:
+    def _capture(
+        self, layers: list[Any], decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step
+    ) -> bool:
         """Whether the graph is there, and everything the host knows is as it was before."""
         assert self._places is not None
         model = ModelState(decoder, watches_hooks=not self.asked, forget=self.forget)
@@ -162,14 +177,16 @@ class DecodeGraph:
             each.count_replays(*own)
         for store in step.stores:
             store.bulk.synchronize()
-        kept = HostState(step.layers, step.shared)
+        kept = HostState(layers, step.shared)
         graph = GRAPHS[step.device.type](step.device)
         try:
             with step.use(self._places), graph.capture():
-                result = compute(**self._tell(kwargs))
+                result = compute(**self._tell(kwargs, self._places.inputs))
                 more = {name for name in result if name not in ("last_hidden_state", *CACHE_NAMES)}
                 if more:
                     raise NotImplementedError(f"the model returns {', '.join(sorted(more))}")
+                if (after := find_lasting(layers)) is None or not _are_same(after, self._lasting):
+                    raise NotImplementedError("states of its linear layers are other tensors after each pass")
                 flags = torch.stack([each.take_flags() for each in counters])  # [layers, batch, kv_heads, group, 1]
                 local = ~flags
                 heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))
@@ -188,18 +205,18 @@ class DecodeGraph:
         """What `compute(**kwargs)` returns. A replay of the same step gives that as well, or the graph is dropped. The
         device is waited for."""
         assert self._result is not None
-        counts = [each for layer in step.layers for each in layer.counters.on_device]
-        before = [count.clone() for count in counts]
+        written = [each for layer in step.layers for each in layer.counters.on_device] + self._lasting
+        before = [each.clone() for each in written]
         step.shared.progress.changing = "a replayed step"
         self._graph.replay()
         hidden = self._result[1].clone()
-        torch._foreach_copy_(counts, before)
+        torch._foreach_copy_(written, before)
         step.shared.progress.changing = ""
         computed = compute(**kwargs)
         wanted = computed.last_hidden_state
         off = ((hidden.float() - wanted.float()).norm() / wanted.float().norm()).item()
         if off <= max(ROUNDING * torch.finfo(wanted.dtype).eps, MOST_EXACT):
-            self._compared = True
+            self._compared += 1
         else:
             self._fail(f"replays are off by {off:.2g}, as the model goes by numbers that its inputs do not tell")
         return computed
@@ -221,3 +238,7 @@ class DecodeGraph:
                 torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for _ in step.layers
             ]
             return [(each, each.new_zeros(kv_heads)) for each in of_heads]
+
+
+def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))

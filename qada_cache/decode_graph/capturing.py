@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,23 +41,21 @@ GRAPHS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraph}  # by the
 class HostState:
     """What a pass changes on the host, to be put back: while a graph is captured nothing is computed."""
 
-    def __init__(self, layers: list[QAdALayer], shared: Shared) -> None:
+    def __init__(self, layers: list[Any], shared: Shared) -> None:
+        """Of all layers of a cache."""
         self._shared, self._progress = shared, (shared.progress.reached, dict(shared.progress.visits))
         self._is_prefill_chunk = shared.forward_pass.is_prefill_chunk
-        self._layers = [(layer, vars(layer).copy(), vars(layer.counters).copy()) for layer in layers]
-        self._stores = [(layer.store, _copy_lists(vars(layer.store))) for layer in layers]
+        parts = ((layer.counters, layer.store) for layer in layers if isinstance(layer, QAdALayer))
+        held = [*layers, *chain.from_iterable(parts)]
+        self._held = [(each, {name: _copy(value) for name, value in vars(each).items()}) for each in held]
 
     def restore(self) -> None:
         """As it was."""
         self._shared.progress.reached, self._shared.progress.visits = self._progress
         self._shared.forward_pass.is_prefill_chunk = self._is_prefill_chunk
-        for layer, before, counted in self._layers:
-            vars(layer).update(before)
-            vars(layer.counters).update(counted)
-            layer.counters._unsummed.clear()
-        for store, before in self._stores:
-            vars(store).update(before)
+        for each, before in self._held:
+            vars(each).update(before)
 
 
-def _copy_lists(held: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, list) else value for name, value in held.items()}
+def _copy(held: Any) -> Any:
+    return held.copy() if isinstance(held, (list, dict)) else held

@@ -219,7 +219,7 @@ def find_inputs(
         return None
     if first.device != device or not (followed or _are_alike(layers)):
         return None
-    if shared.progress.changing or shared.progress.reached != layers[-1].index:  # interrupted: it is refused
+    if shared.progress.changing or shared.progress.reached < layers[-1].index:  # interrupted: it is refused
         return None
     if device.type not in GRAPHS or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return None

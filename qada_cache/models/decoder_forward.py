@@ -33,7 +33,7 @@ def is_taken(model: PreTrainedModel) -> bool:
 
 def put_before(model: PreTrainedModel, find: Find | None = None) -> None:
     """Have the decoder of `model` ask a QAdACache to `_read_in_pieces`, then its `_decode_graph`, if it has one: `run`
-    gets the cache's layers, the decoder, its own forward function and the keywords. Without a cache, `find(decoder,
+    gets the cache, the decoder, its own forward function and the keywords. Without a cache, `find(decoder,
     keywords)` finds one."""
     decoder = _find_decoder(model)
     if not hasattr(type(decoder), "_qada_own"):
@@ -73,7 +73,7 @@ def _find_class(own: Any) -> Any:
         if (read := cache._read_in_pieces(compute, self, kwargs)) is not None:
             return read
         graph = cache._decode_graph
-        return compute(**kwargs) if graph is None else graph.run(cache.layers, self, compute, kwargs)
+        return compute(**kwargs) if graph is None else graph.run(cache, self, compute, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         # By `copyreg.__newobj__`, which takes no other class than the object's.

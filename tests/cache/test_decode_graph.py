@@ -33,7 +33,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "other moments": {"token_threshold": 0.0, "moments": "current+random-tokens"},
     "by head": {"token_threshold": 0.0, "group_rule": "head", "threshold": 0.5},
     "latents": {"token_threshold": 0.0, "criterion": "gaussian", "bulk_bits": 16},
+    "linear layers": {"token_threshold": 0.0},
 }
+TYPES = {"latents": "deepseek_v3", "linear layers": "qwen3_next"}
 
 
 def describe(cache: QAdACache) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def brief(model: PreTrainedModel, cache: QAdACache, folder: Path) -> torch.Tenso
 CASES: list[tuple[str, Use]] = [(name, one_shot) for name in ("whole heads", "by head")]
 CASES += [("whole heads", use) for use in (padded, cropped, rows, copied_and_saved)]
 CASES += [("latents", use) for use in (one_shot, padded, cropped, rows, copied_and_saved)]
+CASES += [("linear layers", use) for use in (one_shot, padded, rows, copied_and_saved)]
 MORE: list[tuple[str, Use]] = [("exact", one_shot), ("other moments", one_shot), ("whole heads", used_again)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 INTERPRETED = [
@@ -106,7 +109,7 @@ def test_few_bits_of_latents_that_are_read_whole(device: str) -> None:
 
 
 def check_outputs_and_counts(name: str, use: Use, device: str, tmp_path: Path) -> None:
-    model = tiny("deepseek_v3" if name == "latents" else "llama").to(device)
+    model = tiny(TYPES.get(name, "llama")).to(device)
     plain, graphed = (make(model, **OPTIONS[name], cuda_graph=on) for on in (False, True))
     expected = use(model, plain, tmp_path)
     before = RecordedGraph.replays

@@ -1,0 +1,101 @@
+"""Decode steps of hybrids as replays: their linear layers hold states, which a graph reads and writes where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import SMALL, prompt, tiny
+from recorded_graph import RecordedGraph
+from transformers import PreTrainedModel
+
+from eval.families import build
+from qada_cache import QAdACache
+from qada_cache.versions import pass_cache
+
+# Of states of several kinds, and beside layers without any.
+TYPES = ("granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen3_5_text")
+
+
+def make(model: PreTrainedModel, **options: Any) -> QAdACache:
+    return QAdACache(model, **SMALL, moments="current", token_threshold=0.0, **options)
+
+
+def read(model: PreTrainedModel, cache: QAdACache, ids: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Last logits of calls of so many tokens."""
+    calls = (model(input_ids=part.to(model.device), **pass_cache(cache), use_cache=True) for part in ids.split(sizes, 1))
+    return torch.cat([called.logits[:, -1] for called in calls])
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@torch.no_grad()
+def test_families(model_type: str, device: str) -> None:
+    """Past flushes, and past a second turn."""
+    model = build(model_type)[0].to(device)
+    ids = prompt(130)[0] % 90 + 5
+    sizes = 60, *[1] * 30, 5, *[1] * 35
+    computed, replayed = (read(model, make(model, cuda_graph=on), ids, *sizes) for on in (False, True))
+    assert RecordedGraph.replays > 30
+    assert torch.equal(computed, replayed) if device == "cpu" else torch.allclose(computed, replayed, atol=1e-4)
+
+
+@torch.no_grad()
+def test_positions_that_a_decoder_makes_otherwise(device: str) -> None:
+    """Bamba's, which are told none, go by a call's own tokens: no replay takes the place of such a step."""
+    model = build("bamba")[0].to(device)
+    ids = prompt(80)[0] % 90 + 5
+    caches = [make(model, cuda_graph=on) for on in (False, True)]
+    computed, replayed = (read(model, cache, ids, 60, *[1] * 20) for cache in caches)
+    assert torch.allclose(computed, replayed, atol=1e-5)
+    graph = caches[1]._decode_graph
+    assert graph is not None
+    assert "the model goes by numbers" in graph.failed
+
+
+@torch.no_grad()
+def test_states_that_were_put_back(device: str) -> None:
+    """A crop goes back to a snapshot: other tensors than a graph knows."""
+    model = tiny("qwen3_next").to(device)
+    ids, outputs = prompt(200)[0], []
+    for on in (False, True):
+        cache = make(model, cuda_graph=on)
+        cache.keep_snapshots()
+        found = [read(model, cache, ids[:, :120], 60, *[1] * 10, 40, *[1] * 10)]
+        assert cache.find_last_beginning(119) == 110
+        cache.crop(110 - 120)
+        found.append(read(model, cache, ids[:, 150:160], *[1] * 10))
+        outputs.append(torch.cat(found))
+    assert RecordedGraph.replays > 15
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_step_that_ended_in_a_linear_layer_is_refused(device: str) -> None:
+    """Behind the last layer of ours, which would be replayed with one token more than the others hold."""
+    model = build("qwen3_5_text")[0].to(device)
+    cache, ids = make(model, cuda_graph=True), prompt(80)[0] % 90 + 5
+    read(model, cache, ids[:, :66], 60, *[1] * 6)
+    before = RecordedGraph.replays
+    assert before
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(cache.layers[-1], "update_recurrent_state", lambda *_, **__: 1 / 0)
+        model(ids[:, 66:67].to(device), **pass_cache(cache), output_hidden_states=True)  # which no graph gives
+    with pytest.raises(RuntimeError, match="interrupted"):
+        read(model, cache, ids[:, 67:68], 1)
+    assert RecordedGraph.replays == before
+
+
+@torch.no_grad()
+def test_layers_whose_keys_move_have_no_graph(device: str) -> None:
+    model = tiny("gemma3").to(device)
+    assert make(model)._decode_graph is None
+    with pytest.raises(NotImplementedError, match="sliding"):
+        make(model, cuda_graph=True)
+    hybrid = tiny("qwen3_next").to(device)
+    cache = make(hybrid, cuda_graph=True)
+    for layer in cache.layers:
+        if hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+    read(hybrid, cache, prompt(70)[0], 60, *[1] * 10)
+    assert not RecordedGraph.replays
