@@ -110,10 +110,15 @@ def test_records_are_decoded(dtype: torch.dtype, dim: int, rank: int, bits: int)
 
 
 def check_records(
-    attend: Callable[..., tuple[Tensor, Tensor] | None], dtype: torch.dtype, dim: int, rank: int, bits: int
+    attend: Callable[..., tuple[Tensor, Tensor] | None],
+    dtype: torch.dtype,
+    dim: int,
+    rank: int,
+    bits: int,
+    tokens: int = 1300,
 ) -> None:
     """Of bulks that end in the last segment, or before. Torch is given tokens rounded to the model's dtype."""
-    tokens, made = 1300, torch.Generator().manual_seed(0)
+    made = torch.Generator().manual_seed(0)
     keys = 2 * torch.randn(2, 1, tokens, dim, generator=made) + torch.randn(2, 1, 1, dim, generator=made)
     energies, layout = torch.rand(1, dim, generator=made), Layout.from_bits(dim, 1.5)
     records_layout = RecordLayout.from_bits(dim, 0, bits)

@@ -71,7 +71,8 @@ def test_records_are_decoded(dtype: torch.dtype, dim: int, rank: int, bits: int,
         found = kernel.attend_recorded_latents(query.to(device), *told, **named)
         return found[0].cpu(), found[1].cpu()
 
-    check_records(attend, dtype, dim, rank, bits)
+    with small_sketch(40, 64):
+        check_records(attend, dtype, dim, rank, bits, tokens=110)
 
 
 @DEVICES
