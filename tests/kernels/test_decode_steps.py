@@ -27,8 +27,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Each dtype with dimensions that fill blocks, and with such that do not; every pair is a build.
 SIZES = [
     *((64, 24, dtype) for dtype in DTYPES),
-    *((128, 128, torch.bfloat16), (96, 80, torch.float32)),
-    *((32, 32, torch.float32), (64, 64, torch.float32), (256, 256, torch.float16), (96, 80, torch.bfloat16)),
+    *((128, 128, torch.bfloat16), (96, 80, torch.bfloat16)),
+    *((32, 32, torch.float32), (64, 64, torch.float32), (256, 256, torch.float16), (96, 80, torch.float32)),
 ]
 
 
@@ -40,7 +40,7 @@ def test_dtypes_and_dimensions(path: Path, dim: int, value_dim: int, dtype: torc
 
 
 @EVERY
-@pytest.mark.parametrize(("group", "group_rule"), [(1, "head"), (4, "head"), (3, "any"), (8, "any")])
+@pytest.mark.parametrize(("group", "group_rule"), [(1, "head"), (4, "head"), (3, "any"), (7, "any")])
 def test_groups(path: Path, group: int, group_rule: str) -> None:
     scene = Scene(group=group, dtype=torch.bfloat16)
     assert run(path, scene, threshold=scene.threshold(group_rule), group_rule=group_rule).mixed

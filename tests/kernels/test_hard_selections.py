@@ -56,7 +56,7 @@ def test_rows_alike(path: Path) -> None:
 @EVERY
 def test_one_key_that_outweighs_all(path: Path) -> None:
     """It is read, and by a head that reads hardly anything else; so is nothing where sinks and window have it all."""
-    scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=2)
+    scene = Scene(bulk=[(257, 0)], short=(), group=1, dtype=torch.bfloat16, bits=2)
     scene.keys[0][:, 100] = 6 * scene.query[0, :, 0]
     scene.stored[0][0, :, 100 - 3] = scene.keys[0][:, 100]
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
