@@ -60,14 +60,14 @@ def test_selected_tokens(sizes: dict[str, Any]) -> None:
     ("dim", "bits", "dtype", "rung"), mark_rest_slow([(80, 4, torch.bfloat16, 4), (64, 1.5, torch.float32, 8)], 1)
 )
 def test_records(dim: int, bits: float, dtype: torch.dtype, rung: int, token_threshold: float) -> None:
-    scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dim=dim, group=3, dtype=dtype, bits=bits, rung=rung)
+    scene = RecordScene(bulk=[(271, 5), (63, 0)], short=(), dim=dim, group=3, dtype=dtype, bits=bits, rung=rung)
     run(COMPILED.values[0], scene, token_threshold=token_threshold)
 
 
 def test_records_of_latents() -> None:
     sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 56, "shared": True}
     for selects in (True, False):
-        scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dtype=torch.bfloat16, bits=2, **sizes)
+        scene = RecordScene(bulk=[(271, 5), (63, 0)], short=(), dtype=torch.bfloat16, bits=2, **sizes)
         run(COMPILED.values[0], scene, token_threshold=scene.token_threshold(0.1) if selects else 0.0)
 
 
