@@ -7,6 +7,7 @@ import pytest
 import torch
 from compilers import needs_compiler
 from decode_scene import Scene, step_of
+from drawn import make_moments
 from harness import find_kernel
 from parts import SCALING, check
 from scenarios import play, small_buffers
@@ -256,10 +257,3 @@ def test_estimates_by_moments(sizes: dict[str, Any]) -> None:
                 step[0].moments = asked
                 for compute in (compiled_decode.fused_decode, decode_step):
                     assert bool(compute(*step)[1][row].flatten()[head]) is needed
-
-
-def make_moments(rows: int, kv_heads: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, covariance and tokens of so many rows, float64."""
-    made = torch.Generator().manual_seed(seed)
-    mean, spread = (torch.randn(rows, kv_heads, *size, generator=made).double() for size in ((dim,), (dim, dim)))
-    return mean, spread @ spread.mT / dim, torch.arange(rows).double().view(-1, 1, 1, 1) * 90 + 100

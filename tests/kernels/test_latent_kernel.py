@@ -58,9 +58,10 @@ def by_torch(query: Tensor, latents: Tensor, rank: int) -> Tensor:
     return partial_attention(query, latents, latents, scaling=SCALING, kernels="torch")[0][..., :rank]
 
 
-def check_errors(
-    attend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None], dtype: torch.dtype, dim: int, rank: int
-) -> None:
+Attend = Callable[..., tuple[Tensor, Tensor] | None]
+
+
+def check_errors(attend: Attend, dtype: torch.dtype, dim: int, rank: int) -> None:
     """What a kernel makes of queries and latents, in all `CALLS`, is as near to float64 as what torch does."""
     mean, most = NEAR[dtype]
     errors: list[tuple[Tensor, Tensor]] = []
@@ -109,14 +110,7 @@ def test_records_are_decoded(dtype: torch.dtype, dim: int, rank: int, bits: int)
     check_records(latent.attend_recorded_latents, dtype, dim, rank, bits)
 
 
-def check_records(
-    attend: Callable[..., tuple[Tensor, Tensor] | None],
-    dtype: torch.dtype,
-    dim: int,
-    rank: int,
-    bits: int,
-    tokens: int = 1300,
-) -> None:
+def check_records(attend: Attend, dtype: torch.dtype, dim: int, rank: int, bits: int, tokens: int = 1300) -> None:
     """Of bulks that end in the last segment, or before. Torch is given tokens rounded to the model's dtype."""
     made = torch.Generator().manual_seed(0)
     keys = 2 * torch.randn(2, 1, tokens, dim, generator=made) + torch.randn(2, 1, 1, dim, generator=made)
