@@ -25,11 +25,9 @@ def run_compiled(folder: Path, *commands: str) -> str:
     """What scripts of tests/helpers print, in one process whose kernels are not bound to the interpreter."""
     helpers = Path(__file__).parents[1] / "helpers"
     path = [str(helpers), str(helpers.parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    environment |= {"PYTHONPATH": os.pathsep.join(path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", RUN, *commands], env=environment, capture_output=True, text=True, cwd=helpers
-    )
+    told = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(path)}
+    command, where = [sys.executable, "-c", RUN, *commands], {"env": os.environ | told, "cwd": helpers}
+    ran = subprocess.run(command, **where, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
