@@ -6,7 +6,6 @@ import functools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import needle
@@ -55,11 +54,11 @@ class Watch(TorchDispatchMode):
 
 
 @functools.cache
-def find(use: Callable[[Given], Found], dtype: torch.dtype, folder: Path) -> Found:
+def find(use: Callable[[Given], Found], dtype: torch.dtype) -> Found:
     """What a use finds with a default dtype."""
     shutil.rmtree(files.find_home() / defaults.FOLDER, ignore_errors=True)
     with default_dtype(torch.float32):
-        given = Given(tiny(), needle.load_model(), *prompt(90, 61), folder)
+        given = Given(tiny(), needle.load_model(), *prompt(90, 61), files.find_home())
     with default_dtype(dtype):
         return use(given)
 
@@ -81,9 +80,9 @@ REST = [(dtype, use) for use in USES for dtype in DTYPES if (dtype, use) not in 
 @pytest.mark.parametrize(
     ("dtype", "use"), mark_rest_slow([*QUICK, *REST], len(QUICK)), ids=lambda one: getattr(one, "__name__", str(one))
 )
-def test_everything_does_the_same(dtype: torch.dtype, use: Callable, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_everything_does_the_same(dtype: torch.dtype, use: Callable) -> None:
     with small_buffers(), small_sketch(6, 16):
-        there, here = (find(use, each, tmp_path_factory.getbasetemp()) for each in (dtype, torch.float32))
+        there, here = (find(use, each) for each in (dtype, torch.float32))
     assert len(here) > 10
     torch.testing.assert_close(there, here, rtol=0, atol=0, equal_nan=True)
 
