@@ -246,6 +246,9 @@ tables/sampled/long/prompt_loss-qwen2.5-coder-0.5b.csv:
 tables/sampled/trials.csv:  # interrupted after six needles of the second kind
 	$(EVAL).trials --sampled --prefill 0 18 --bits 8 --dtype float32 --tasks $(NEEDLES) --lengths 4096 --documents 8 $(OUT)
 
+tables/sampled/trials-qwen2.5-coder-0.5b.csv:
+	$(EVAL).trials --sampled --model $(QWEN) --prefill 0 40 --bits 8 --dtype float32 --tasks prose_niah --lengths 4096 --documents 8 $(OUT)
+
 tables/long/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --model $(QWEN) --dtype bfloat16 --tokens 32768 --documents 1 --thresholds 12 $(OUT)
 

@@ -56,10 +56,10 @@ LENGTHS = (150, 47, 11)
 def test_threshold_one_is_dynamic_cache(family: str, attention: str) -> None:
     model = tiny(family, attention=attention)
     ids, mask = prompt(*LENGTHS)
-    wanted = generate(model, ids, DynamicCache(config=model.config), attention_mask=mask)
+    wanted = generate(model, ids, DynamicCache(config=model.config), tokens=12, attention_mask=mask)
     cache = exact(model)
     assert [type(layer) for layer in cache.layers[:2]] == LAYERS.get(family, [QAdALayer, QAdALayer])
-    assert_same(model, generate(model, ids, cache, attention_mask=mask), wanted)
+    assert_same(model, generate(model, ids, cache, tokens=12, attention_mask=mask), wanted)
     if family != "mistral_sliding" and family not in LATENT:
         assert cache.stats().decisions > 0
         assert cache.stats().sparsity == 0.0

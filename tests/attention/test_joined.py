@@ -64,19 +64,19 @@ def test_layers_follow_each_other(
         monkeypatch.setattr(joined, "JOINED_BYTES", 0)
         monkeypatch.setattr(staging, "BLOCK_BYTES", 1)
         monkeypatch.setattr(staging, "COPY_BYTES", 0)
-    model, ids = tiny(head_dim=32, num_hidden_layers=3), prompt(2800)[0]
+    model, ids = tiny(head_dim=32, num_hidden_layers=3), prompt(1800)[0]
     with accelerator():
         cache = QAdACache(model, moments="current", threshold=1.0, bulk_bits=bits, offloading=offloading)
-        for start, end in itertools.pairwise((0, 2000, 2001, 2200, 2500, 2501)):
+        for start, end in itertools.pairwise((0, 1200, 1201, 1400, 1700, 1701)):
             twin = cache.fork()
             found = model(ids[:, start:end], **pass_cache(cache)).logits
             with monkeypatch.context() as patch:
                 patch.setattr(joined, "can_join", lambda *_: False)
                 expected = model(ids[:, start:end], **pass_cache(twin)).logits
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-            if end == 2200:
+            if end == 1400:
                 cache.crop(-100)
-                model(ids[:, 2100:2200], **pass_cache(cache))
+                model(ids[:, 1300:1400], **pass_cache(cache))
         stagings = cache.layers[0].store.bulk.placement._staging.values()
         assert len(stagings) == offloading
         assert all(each._memory == [None, None] for each in stagings)

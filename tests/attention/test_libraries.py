@@ -103,8 +103,8 @@ def test_decoding_waits_for_the_build_that_its_prompt_started(
 @pytest.mark.parametrize(
     ("options", "model"),
     [
-        *(({}, {}), ({"bulk_bits": 8, "audit_every": 2}, {}), ({"criterion": "oracle"}, {})),
-        *(({}, {"dtype": torch.float16}), ({}, {"head_dim": 16})),
+        *(({}, {"head_dim": 16}), ({}, {"dtype": torch.float16})),
+        *(({"bulk_bits": 8, "audit_every": 2}, {}), ({"criterion": "oracle"}, {})),
     ],
     ids=str,
 )

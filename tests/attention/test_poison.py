@@ -1,12 +1,13 @@
 """Memory that was never written, or that holds removed tokens, must not be read: here it is made to show."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from scenarios import SCENARIOS, play, small_buffers
+from scenarios import MIXED, SCENARIOS, play, small_buffers
 from torch import Tensor
 
 from qada_cache.storage import TokenStore
@@ -51,12 +52,12 @@ def poison() -> Iterator[list[int]]:
         yield poisoned
 
 
+OPTIONS: list[dict[str, Any]] = [{"update_moments": False}, {"criterion": "oracle"}, {"criterion": "dense"}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"update_moments": False}, {"criterion": "oracle"}, {"criterion": "dense"}],
-    ids=["gaussian", "frozen", "oracle", "dense"],
+    ("scenario", "options"), [*((each, {}) for each in SCENARIOS), *itertools.product(MIXED, OPTIONS)], ids=str
 )
-@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_nothing_uninitialised_is_read(scenario: str, options: dict[str, Any], poison: list[int]) -> None:
     pair = play(scenario, **options)
     assert poison

@@ -40,7 +40,7 @@ def make(kind: str, **changes: Any) -> PreTrainedModel:
 
 def text() -> Tensor:
     """Token ids `[1, tokens]`."""
-    return prompt(sum(TEXT) + 12)[0].clamp(max=95)
+    return prompt(sum(TEXT) + 5)[0].clamp(max=95)
 
 
 def _read(model: PreTrainedModel, cache: Any) -> Tensor:
@@ -60,7 +60,7 @@ def read_exactly(model: PreTrainedModel) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, cache in {"dynamic": dynamic(model), "exact": exact(model), "chunks": exact(model)}.items():
         chunks = {"prefill_chunk_size": 50} if name == "chunks" else {}
-        out = generate(model, text()[:, :300], cache, **chunks)
+        out = generate(model, text()[:, :300], cache, tokens=8, **chunks)
         found[name] = {"tokens": out.sequences[0].tolist(), "logits": logits_of(out).tolist()}
     for bits in (16, 8, 4):
         with small_sketch(40, 64):
@@ -68,7 +68,7 @@ def read_exactly(model: PreTrainedModel) -> dict[str, Any]:
             logits = [_read(model, cache)]
             assert all(layer.reads_weight for layer in cache.layers if isinstance(layer, LatentLayer))
             cache.crop(-100)
-            logits.append(forced(model, text()[:, -100:], [90, 1], cache))
+            logits.append(forced(model, text()[:, -100:], [95, 1], cache))
         found[f"{bits} bits"] = {"logits": torch.cat(logits, dim=1).tolist(), **_count(cache)}
     found["dynamic read"] = {"logits": _read(model, dynamic(model)).tolist()}
     return found

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from qada_cache import QAdACache
 from qada_cache.versions import pass_cache
 
-NEW = 24
+NEW = 10
 TOKENS: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
 SIZES = {"sink_tokens": 8, "local_tokens": 40}
 

@@ -85,10 +85,6 @@ def decoding(given: Given, **options: Any) -> Found:
     return found
 
 
-def sketched(given: Given) -> Found:
-    return decoding(given, token_threshold=1e-3, audit_every=3)
-
-
 def coded(given: Given) -> Found:
     return decoding(given, bulk_bits=8)
 
@@ -99,7 +95,7 @@ def whole_heads(given: Given) -> Found:
 
 def offloaded(given: Given) -> Found:
     with accelerator():
-        return decoding(given, offloading=True, device_budget=0.4, token_threshold=1.0)
+        return decoding(given, offloading=True, device_budget=0.4, token_threshold=1e-3, audit_every=3)
 
 
 def static_heads(given: Given) -> Found:
@@ -109,7 +105,7 @@ def static_heads(given: Given) -> Found:
     return [(heads := StaticHeads.load(path)).long_context, *decoding(given, criterion=heads)]
 
 
-@pytest.mark.parametrize("use", [sketched, coded, whole_heads, offloaded, static_heads])
+@pytest.mark.parametrize("use", [coded, whole_heads, offloaded, static_heads])
 def test_a_cache_does_the_same(use: Callable, tmp_path: Path) -> None:
     with small_buffers(), small_sketch(6, 16):
         there, here = both(use, tmp_path)

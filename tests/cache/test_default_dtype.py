@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import needle
@@ -16,7 +16,7 @@ from models import prompt, tiny
 from quick_cases import mark_rest_slow
 from scenarios import small_buffers
 from small_sketch import small_sketch
-from test_default_device import Found, Given, coded, collected, commands, decoding, sketched, static_heads, whole_heads
+from test_default_device import Found, Given, coded, collected, commands, decoding, static_heads, whole_heads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -53,15 +53,18 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def both(use: Callable[[Given], Found], dtype: torch.dtype, folder: Path) -> tuple[Found, Found]:
-    """What a use finds with a default dtype, and without."""
-    found = []
-    for each in (dtype, torch.float32):
-        shutil.rmtree(files.find_home() / defaults.FOLDER, ignore_errors=True)
-        given = Given(tiny(), needle.load_model(), *prompt(90, 61), folder)
-        with default_dtype(each):
-            found.append(use(given))
-    return found[0], found[1]
+@functools.cache
+def find(use: Callable[[Given], Found], dtype: torch.dtype) -> Found:
+    """What a use finds with a default dtype."""
+    shutil.rmtree(files.find_home() / defaults.FOLDER, ignore_errors=True)
+    with default_dtype(torch.float32):
+        given = Given(tiny(), needle.load_model(), *prompt(90, 61), files.find_home())
+    with default_dtype(dtype):
+        return use(given)
+
+
+def sketched(given: Given) -> Found:
+    return decoding(given, token_threshold=1e-3, audit_every=3)
 
 
 def decides_as_told(given: Given) -> Found:
@@ -77,9 +80,9 @@ REST = [(dtype, use) for use in USES for dtype in DTYPES if (dtype, use) not in 
 @pytest.mark.parametrize(
     ("dtype", "use"), mark_rest_slow([*QUICK, *REST], len(QUICK)), ids=lambda one: getattr(one, "__name__", str(one))
 )
-def test_everything_does_the_same(dtype: torch.dtype, use: Callable, tmp_path: Path) -> None:
+def test_everything_does_the_same(dtype: torch.dtype, use: Callable) -> None:
     with small_buffers(), small_sketch(6, 16):
-        there, here = both(use, dtype, tmp_path)
+        there, here = (find(use, each) for each in (dtype, torch.float32))
     assert len(here) > 10
     torch.testing.assert_close(there, here, rtol=0, atol=0, equal_nan=True)
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qada_cache.versions import CACHE
 
 
+@pytest.mark.usefixtures("builds_of_others")
 def test_the_first_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the tests' model in the named one's place, which would have to be downloaded."""
     (language, block), *_ = FENCED.findall(DOCUMENTS["docs/prefix-store.md"])

@@ -71,6 +71,7 @@ def test_a_chat_answers_and_reads_what_is_new(
     assert said[3] == "[3 of 1504 tokens were new]"  # the answer and the next question
 
 
+@pytest.mark.usefixtures("builds_of_others")
 def test_many_questions_read_the_document_once(
     model: str, document: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

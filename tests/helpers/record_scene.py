@@ -21,7 +21,7 @@ class RecordScene(Scene):
 
     rung: int = 8
     rounding = 2e-5  # queries meet the sketch's codes in 16 bits
-    splits = 400, 64
+    splits = 100, 32
 
     def __post_init__(self) -> None:
         super().__post_init__()

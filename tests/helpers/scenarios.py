@@ -176,6 +176,9 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
+MIXED = ["turns", "holes", "crops_with_padding", "rows"]  # enough for what does not differ in the bulk's moments
+
+
 def play(
     scenario: str,
     *,

@@ -35,10 +35,13 @@ def is_same_but_for_ties(found: Tensor, made: Tensor) -> bool:
     return float(differing.float().mean()) <= TIES
 
 
+SEGMENT_TOKENS, LAST_TOKENS = 512, 128  # of a segment, and at least of the last one, but in `small_sketch`
+
+
 def segment_spans(length: int) -> list[tuple[int, int]]:
-    """First and last token, the latter excluded, of every segment: 512 tokens, the last one 128 to 639."""
-    starts = list(range(0, length, 512))
-    if len(starts) > 1 and length - starts[-1] < 128:
+    """First and last token, the latter excluded, of every segment."""
+    starts = list(range(0, length, SEGMENT_TOKENS))
+    if len(starts) > 1 and length - starts[-1] < LAST_TOKENS:
         starts.pop()
     return list(zip(starts, [*starts[1:], length], strict=True))
 

@@ -22,6 +22,7 @@ def small_sketch(min_tokens: int = 6, segment_tokens: int = 512) -> Iterator[Non
     more, wherever these are told."""
     sizes = {"MIN_TOKENS": min_tokens, "SEGMENT_TOKENS": segment_tokens, "LAST_TOKENS": segment_tokens // 4}
     modules = [import_module(f"qada_cache.{name}") for name in MODULES]  # before one of them is told: others copy it
+    modules.append(import_module("sketch_reference"))
     with ExitStack() as stack:
         for module in modules:
             for constant, tokens in sizes.items():

@@ -21,9 +21,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
 
 @pytest.fixture
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rows of few tokens have a sketch, and are split; four query heads of a group are merged at once."""
+    """Rows of few tokens have a sketch, in segments, and are split; four query heads of a group are merged at once."""
     from steps import small_splits, triton_decode
 
     monkeypatch.setattr(triton_decode.sizing, "PART_BYTES", 2048)
-    with small_sketch(40), small_splits(*Scene.splits):
+    with small_sketch(40, 128), small_splits(*Scene.splits):
+        yield
+
+
+@pytest.fixture
+def whole_segments(short_rows: None) -> Iterator[None]:
+    """But segments are as in earnest."""
+    with small_sketch(40):
         yield

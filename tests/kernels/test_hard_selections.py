@@ -19,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("short_rows")
 
 @EVERY
 def test_rows_of_several_segments(path: Path) -> None:
-    """Of one to three; the last ones of 572, 640 and 300 tokens, beside a row without a sketch."""
-    bulk = [(572, 5), (511 + 129, 3), (512 + 639, 0), (30, 2), (1324, 9)]
+    """Of one to three; the last ones of 143, 32, 159 and 75 tokens, beside a row without a sketch."""
+    bulk = [(143, 5), (128 + 32, 3), (128 + 159, 0), (30, 2), (331, 9)]
     scene = Scene(bulk=bulk, short=(), dim=64, value_dim=24, dtype=torch.bfloat16, bits=2)
     for row, (tokens, _) in enumerate(bulk):  # what a segment is coded by is not what another is
         for part in (scene.keys[row][:, 3 : 3 + tokens], scene.stored[0][row, :, :tokens]):
-            part[:, 512:] *= torch.linspace(0.5, 2, 64)
-            part[:, 512:] += torch.linspace(-1, 1, 64)
+            part[:, 128:] *= torch.linspace(0.5, 2, 64)
+            part[:, 128:] += torch.linspace(-1, 1, 64)
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
     step = run(path, scene)
     assert len(step.selected) == 8
@@ -56,7 +56,7 @@ def test_rows_alike(path: Path) -> None:
 @EVERY
 def test_one_key_that_outweighs_all(path: Path) -> None:
     """It is read, and by a head that reads hardly anything else; so is nothing where sinks and window have it all."""
-    scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=2)
+    scene = Scene(bulk=[(257, 0)], short=(), group=1, dtype=torch.bfloat16, bits=2)
     scene.keys[0][:, 100] = 6 * scene.query[0, :, 0]
     scene.stored[0][0, :, 100 - 3] = scene.keys[0][:, 100]
     scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
@@ -66,6 +66,7 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
 
 
 @EVERY
+@pytest.mark.usefixtures("whole_segments")
 def test_the_rest_is_a_sum_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of keys that are read, estimates are far above their scores: a difference of these sums would be of rounding."""
     monkeypatch.setattr(selection, "UNRELIABLE", torch.inf)
@@ -98,6 +99,7 @@ def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
         assert out[0].isfinite().all(-1).flatten().tolist() == [True] * 2 + [False] * 2
 
 
+@pytest.mark.usefixtures("whole_segments")
 @pytest.mark.parametrize(
     ("path", "heavy"),
     [
@@ -139,6 +141,7 @@ def test_a_sketch_that_is_too_rough(
     assert len(run(path, scene, token_threshold=1.0, **decision).selected) == reliable > 0
 
 
+@pytest.mark.usefixtures("whole_segments")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("deviation", [3, 4, 5, 6, 8, 12, 16])
 def test_scores_far_apart(bits: float, deviation: float) -> None:

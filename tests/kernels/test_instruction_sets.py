@@ -55,20 +55,18 @@ def test_selected_tokens(sizes: dict[str, Any]) -> None:
     assert 0.05 < run(COMPILED.values[0], scene).share < 0.7
 
 
-@pytest.mark.parametrize("token_threshold", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("dim", "bits", "dtype", "rung"), mark_rest_slow([(80, 4, torch.bfloat16, 4), (64, 1.5, torch.float32, 8)], 1)
-)
-def test_records(dim: int, bits: float, dtype: torch.dtype, rung: int, token_threshold: float) -> None:
-    scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dim=dim, group=3, dtype=dtype, bits=bits, rung=rung)
-    run(COMPILED.values[0], scene, token_threshold=token_threshold)
+RECORDS: list[tuple[dict[str, Any]]] = [
+    ({"dim": 80, "bits": 4, "dtype": torch.bfloat16, "group": 3, "rung": 4},),
+    ({"dim": 72, "value_dim": 56, "bits": 2, "dtype": torch.bfloat16, "group": 9, "kv_heads": 1, "shared": True},),
+    ({"dim": 64, "bits": 1.5, "group": 3},),
+]
 
 
-def test_records_of_latents() -> None:
-    sizes = {"kv_heads": 1, "group": 9, "dim": 72, "value_dim": 56, "shared": True}
-    for selects in (True, False):
-        scene = RecordScene(bulk=[(1037, 5), (63, 0)], short=(), dtype=torch.bfloat16, bits=2, **sizes)
-        run(COMPILED.values[0], scene, token_threshold=scene.token_threshold(0.1) if selects else 0.0)
+@pytest.mark.parametrize("selects", [True, False])
+@pytest.mark.parametrize("sizes", mark_rest_slow(RECORDS, 2), ids=["records", "latents", "others"])
+def test_records(sizes: dict[str, Any], selects: bool) -> None:
+    scene = RecordScene(bulk=[(271, 5), (63, 0)], short=(), **sizes)
+    run(COMPILED.values[0], scene, token_threshold=scene.token_threshold(0.1) if selects else 0.0)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

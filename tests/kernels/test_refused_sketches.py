@@ -47,6 +47,7 @@ def test_a_sketch_of_something_else_is_refused(name: str) -> None:
             operands.check(*step_of(**given | {"sketch": wrong}))
 
 
+@pytest.mark.usefixtures("whole_segments")
 @pytest.mark.parametrize("path", [COMPILED, KERNEL, GPU])
 def test_what_records_and_sketch_do_not_hold_is_refused(path: Path) -> None:
     """By every kernel, before it reads."""

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("short_rows")
 
 BULK: dict[type[Scene], list[tuple[int, int]]] = {
     Scene: [(257, 5), (0, 1), (63, 0), (39, 9), (111, 70)],
-    RecordScene: [(777, 5), (39, 1), (1153, 0)],
+    RecordScene: [(201, 5), (39, 1), (290, 0)],
 }
 EACH_KIND = pytest.mark.parametrize("kind", BULK)
 
@@ -32,7 +32,7 @@ EACH_KIND = pytest.mark.parametrize("kind", BULK)
 SIZES = [  # of each dtype with each dimension there are cases without a sketch
     (64, 64, torch.float32),
     (128, 128, torch.bfloat16),
-    (96, 80, torch.bfloat16),
+    (96, 80, torch.float32),
     (32, 64, torch.float16),
     (256, 256, torch.float16),
     (512, 64, torch.float32),  # more channels than a byte numbers
@@ -49,11 +49,10 @@ def test_dtypes_dimensions_bits(path: Path, dim: int, value_dim: int, dtype: tor
     assert 0.05 < run(path, scene).share < 0.7
 
 
-# Sizes that fill blocks and such that do not, words and bytes, one, two and three terms of weights.
+# Sizes that fill blocks and such that do not, words and bytes, one, two and three terms of weights; other tests have
+# records of bfloat16 at 8 bits, and those that select by 1.5 bits.
 SIZES_OF_RECORDS = [
-    (64, 64, torch.float32, 1.5, 1, 8),
-    (64, 64, torch.bfloat16, 1.5, 3, 4),
-    (128, 128, torch.bfloat16, 2, 4, 8),
+    (128, 128, torch.bfloat16, 2, 4, 4),
     (80, 96, torch.float16, 1, 3, 4),
     (96, 80, torch.float32, 4, 2, 8),
     (128, 128, torch.float32, 1.5, 7, 4),
@@ -67,13 +66,13 @@ SIZES_OF_RECORDS = [
 
 @EVERY
 @pytest.mark.parametrize("selects", [True, False])
-@pytest.mark.parametrize(("dim", "value_dim", "dtype", "bits", "group", "rung"), mark_rest_slow(SIZES_OF_RECORDS, 5))
+@pytest.mark.parametrize(("dim", "value_dim", "dtype", "bits", "group", "rung"), mark_rest_slow(SIZES_OF_RECORDS, 3))
 def test_records(
     path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: float, group: int, rung: int, selects: bool
 ) -> None:
     """Of a row that lies in records, and of a short one."""
     sizes = {"dim": dim, "value_dim": value_dim, "dtype": dtype, "bits": bits, "group": group, "rung": rung}
-    step = run(path, RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, **sizes), **{} if selects else ALL)
+    step = run(path, RecordScene(bulk=[(201, 9), (39, 0)], short=(2,), kv_heads=1, **sizes), **{} if selects else ALL)
     assert not selects or 0.05 < step.share < 0.9
 
 
@@ -127,7 +126,8 @@ def test_values_in_keys_of_records(
 ) -> None:
     """Likewise, where the channels are decoded."""
     sizes = {"kv_heads": 1, "group": group, "dim": dim, "value_dim": value_dim, "shared": True}
-    scene = RecordScene(bulk=[(769, 5), (0, 1), (63, 0), (1324, 70)], dtype=dtype, bits=1.5, rung=rung, **sizes)
+    bulk = [(193, 5), (0, 1), (63, 0)] + [(331, 70)] * (dim < 576)  # which the interpreter takes seconds for
+    scene = RecordScene(bulk=bulk, dtype=dtype, bits=1.5, rung=rung, **sizes)
     asked = scene.token_threshold(0.1) if selects else 0
     step = run(path, scene, token_threshold=asked, threshold=scene.threshold())
     assert not selects or 0.02 < step.share < 0.8
@@ -192,4 +192,4 @@ def test_where_records_lie(
     monkeypatch.setitem(coded.STRIDES, "cpu", step)
     value_dim = dim - 8 if shared else dim
     sizes = {"dim": dim, "value_dim": value_dim, "dtype": torch.bfloat16, "bits": 1.5, "group": 4, "shared": shared}
-    run(path, RecordScene(bulk=[(777, 9), (39, 0)], short=(2,), kv_heads=1, **sizes))
+    run(path, RecordScene(bulk=[(201, 9), (39, 0)], short=(2,), kv_heads=1, **sizes))

@@ -249,13 +249,13 @@ def test_a_trial_tells_what_is_wrong() -> None:
         return decoding.decode_tokens(records.roll(1, 2), *given, **told)
 
     right = Coder(coding.code_segments, deriving.derive, recording.code_records, decoding.decode_tokens)
-    for plain in (False, True):
+    for plain, off, wrong in (
+        (False, "decisions", ({"code": swapped}, {"record": earlier})),
+        (True, "it is off", ({"derive": shorter}, {"decode": later})),
+    ):
         told = torch.device("cpu"), torch.float32, layout, 24, plain
         assert find_coding_fault(right, *told) is None
-        assert "decisions" in str(find_coding_fault(right._replace(code=swapped), *told))
-        assert "decisions" in str(find_coding_fault(right._replace(record=earlier), *told))
-        assert "it is off" in str(find_coding_fault(right._replace(derive=shorter), *told))
-        assert "it is off" in str(find_coding_fault(right._replace(decode=later), *told))
+        assert all(off in str(find_coding_fault(right._replace(**change), *told)) for change in wrong)
 
 
 def test_torch_codes_where_triton_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,32 +13,37 @@ from record_scene import RecordScene
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as triton_decode
 
+RUN = """
+import runpy, sys
+for command in sys.argv[1:]:
+    sys.argv = command.split()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
-def run_compiled(name: str, folder: Path, *arguments: str) -> str:
-    """What a script of tests/helpers prints, in a process whose kernels are not bound to the interpreter."""
-    script = Path(__file__).parents[1] / "helpers" / name
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")]),
-    }
-    ran = subprocess.run([sys.executable, script, *arguments], env=environment, capture_output=True, text=True)
+
+def run_compiled(folder: Path, *commands: str) -> str:
+    """What scripts of tests/helpers print, in one process whose kernels are not bound to the interpreter."""
+    helpers = Path(__file__).parents[1] / "helpers"
+    path = [str(helpers), str(helpers.parents[1]), os.environ.get("PYTHONPATH", "")]
+    told = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(path)}
+    command, where = [sys.executable, "-c", RUN, *commands], {"env": os.environ | told, "cwd": helpers}
+    ran = subprocess.run(command, **where, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
 
-@pytest.mark.parametrize(("cases", "kernels"), [("few", 36), pytest.param("rest", 136, marks=pytest.mark.slow)])
-def test_kernels_compile_for_cuda(cases: str, kernels: int, triton_folder: Path) -> None:
-    assert run_compiled("compile_for_cuda.py", triton_folder, cases).count("bytes of shared memory") == kernels
+def test_compiled_kernels(triton_folder: Path) -> None:
+    """They compile for CUDA; bound steps launch what Triton would; and for other options and rows, as text and bulk
+    grow, nothing is compiled that `prepare` has not."""
+    said = run_compiled(triton_folder, "compile_for_cuda.py few", "direct_launches.py", "prepared_variants.py")
+    assert said.count("bytes of shared memory") == 36
+    assert said.count("3 kernels are called directly") == 1
+    assert said.count("variants") == 7
 
 
-def test_what_is_used_was_prepared(triton_folder: Path) -> None:
-    """For other options and rows, as text and bulk grow, nothing is compiled that `prepare` has not."""
-    assert run_compiled("prepared_variants.py", triton_folder).count("variants") == 7
-
-
-def test_bound_steps_launch_what_triton_would(triton_folder: Path) -> None:
-    assert run_compiled("direct_launches.py", triton_folder).startswith("3 kernels")
+@pytest.mark.slow
+def test_kernels_of_other_sizes_compile_for_cuda(triton_folder: Path) -> None:
+    assert run_compiled(triton_folder, "compile_for_cuda.py rest").count("bytes of shared memory") == 136
 
 
 @pytest.mark.parametrize(("bits", "coded"), [(0, False), (2, False), (2, True)])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from test_correlating import EPSILON, HEADS, ROWS, check, draw, make_empty
 
 from qada_cache.kernels import correlating as dispatch
 from qada_cache.kernels.correlating import find_correlating_fault, take_in_by_torch
@@ -14,19 +14,6 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 from steps import DEVICES, interpreter
 
 from qada_cache.kernels.triton import correlating
-
-ROWS, HEADS = 2, 2
-EPSILON = torch.finfo(torch.float32).eps
-
-
-def draw(tokens: int, dim: int, dtype: torch.dtype, device: str, mean: float) -> Tensor:
-    """As models lay tokens out: heads of a token side by side."""
-    made = torch.Generator().manual_seed(dim)
-    return (torch.randn(ROWS, tokens, HEADS, dim, generator=made) + mean).to(dtype).transpose(1, 2).to(device)
-
-
-def make_empty(*shape: int, device: str) -> Tensor:
-    return torch.full((ROWS, HEADS, *shape), torch.nan, device=device)  # of no tokens nothing is read
 
 
 @DEVICES
@@ -41,25 +28,19 @@ def test_any_split_equals_float64(
     dims: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], split: list[int], mean: float, device: str
 ) -> None:
     """Products have 22 bits of what is off from a chunk's mean, which is of float32."""
-    left, right = (draw(sum(split), dim, dtype, device, mean) for dim, dtype in zip(dims, dtypes, strict=True))
+    left, right = (draw(sum(split), dim, dtype, mean, device) for dim, dtype in zip(dims, dtypes, strict=True))
     means = make_empty(dims[0], device=device), make_empty(dims[1], device=device)
     covariance, count = make_empty(*dims, device=device), 0
     for parts in zip(left.split(split, dim=2), right.split(split, dim=2), strict=True):
         correlating.take_in(count, means, covariance, *parts)
         count += parts[0].shape[2]
-    wide, others = left.double(), right.double()
-    expected = [part.mean(dim=2) for part in (wide, others)]
-    wide, others = (part - own.unsqueeze(2) for part, own in zip((wide, others), expected, strict=True))
-    budget = 4 * EPSILON * (1 + mean) * (1 + len(split) ** 0.5)
-    for found, wanted in zip((*means, covariance), (*expected, wide.mT @ others / count), strict=True):
-        assert found.dtype == torch.float32
-        assert (found - wanted).abs().max() <= budget * (4 if wanted.dim() == 4 else 1)
+    check((*means, covariance), left, right, 4 * EPSILON * (1 + mean) * (1 + len(split) ** 0.5), more=4)
 
 
 @DEVICES
 def test_keys_alone(device: str) -> None:
     """Of the moments of keys, one mean stands for both; rows beside are left alone."""
-    keys, dim = draw(130, 40, torch.bfloat16, device, 5.0), 40
+    keys, dim = draw(130, 40, torch.bfloat16, 5.0, device), 40
     mean, covariance = (torch.zeros(ROWS, HEADS, *shape, device=device) for shape in ((dim,), (dim, dim)))
     for start, stop in itertools.pairwise((0, 100, 130)):
         own = keys[1:, :, start:stop]

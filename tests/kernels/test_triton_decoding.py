@@ -65,9 +65,9 @@ def test_tokens_are_those_of_torch(
     apart[..., : records.size] = coded
     there, weights = sketch.map(lambda tensor: tensor.to(device)), weights.to(device)
     for rows, heads, first, stop in (
-        (slice(0, ROWS), slice(0, HEADS), 0, tokens),
+        (slice(0, 1), slice(0, HEADS), 0, tokens),
         (slice(1, 2), slice(1, 2), SEGMENT - 3, 2 * SEGMENT + 9),
-        (slice(2, 3), slice(0, HEADS), 2 * SEGMENT, tokens),
+        (slice(1, ROWS), slice(0, HEADS), 2 * SEGMENT, tokens),
     ):
         given = apart.to(device)[rows, heads, first:stop]
         found = decoding.decode_tokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ from steps import DEVICES, interpreter
 
 from qada_cache.kernels.triton import BoundLaunches
 from qada_cache.kernels.triton import latents as kernel
+
+KINDS = list(zip(itertools.cycle(LATENT), (16, 8, 4)))  # to a kernel all models' latents are the same
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +74,8 @@ def test_records_are_decoded(dtype: torch.dtype, dim: int, rank: int, bits: int,
         found = kernel.attend_recorded_latents(query.to(device), *told, **named)
         return found[0].cpu(), found[1].cpu()
 
-    check_records(attend, dtype, dim, rank, bits)
+    with small_sketch(40, 64):
+        check_records(attend, dtype, dim, rank, bits, tokens=110)
 
 
 @DEVICES
@@ -122,11 +126,10 @@ def taken_for_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @interpreter
 @pytest.mark.usefixtures("taken_for_gpu")
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("kind", LATENT)
+@pytest.mark.parametrize(("kind", "bits"), KINDS)
 def test_a_cache_reads_by_it(kind: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows, turns and tokens are those of torch's operations, to rounding; bytes are the same."""
-    model, (ids, mask), split = tiny(kind), prompt(140, 131), [130, 3, 6, 1]
+    model, (ids, mask), split = tiny(kind, num_hidden_layers=1), prompt(120, 111), [110, 3, 6, 1]
     calls: list[int] = []
     name = "attend_latents" if bits == 16 else "attend_recorded_latents"
     original = getattr(kernel, name)
@@ -148,11 +151,11 @@ def test_a_cache_reads_by_it(kind: str, bits: int, monkeypatch: pytest.MonkeyPat
 
 
 @interpreter
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("kind", LATENT)
+@pytest.mark.parametrize(("kind", "bits"), KINDS)
 def test_heads_decide_by_triton(kind: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows, tokens and a turn, as by torch. All are selected, as rounding may change which of fewer are."""
-    model, (ids, mask), split = tiny(kind, initializer_range=0.2), prompt(140, 131), [130, 1, 3]
+    model = tiny(kind, num_hidden_layers=1, initializer_range=0.2)
+    (ids, mask), split = prompt(114, 105), [110, 1, 3]
     told = {"criterion": "gaussian", "moments": "current", "local_tokens": 20, "sink_tokens": 4, "bulk_bits": bits}
     found, counts, calls = [], [], set[int]()
     compute = BoundLaunches.compute

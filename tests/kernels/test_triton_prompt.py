@@ -245,20 +245,15 @@ def select(kernels: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[
 
 
 def test_a_layer_reads_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, layer, call = select("triton", monkeypatch)
+    """And counts pairs in every mode, also of a cache that is cropped to nothing and reads another prompt."""
+    with torch.inference_mode():
+        found, layer, call = select("triton", monkeypatch)
     out, pairs = attend(call, 300.0, layer.options.window)
     assert found is not None
     assert torch.equal(found, out.transpose(1, 2))
     assert int(layer.counters.prompt_read_pairs) == pairs < layer.counters.prompt_pairs == 2 * 4 * 300 * 301 // 2
-
-
-def test_pairs_are_counted_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a cache that is cropped to nothing and reads another prompt."""
-    with torch.inference_mode():
-        _, layer, call = select("triton", monkeypatch)
-    once = int(layer.counters.prompt_read_pairs)
     attend_to_prompt(layer, Query(call[0], SCALING), *call[1:])
-    assert int(layer.counters.prompt_read_pairs) == 2 * once
+    assert int(layer.counters.prompt_read_pairs) == 2 * pairs
 
 
 def test_what_it_does_not_serve_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:

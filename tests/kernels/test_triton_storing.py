@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from drawn import random
+from drawn import make_moments, random
 from torch import Tensor
 
 from qada_cache.kernels import storing as dispatch
@@ -20,15 +20,6 @@ from steps import DEVICES, interpreter
 from qada_cache.kernels.triton import storing
 
 ROWS, KV_HEADS, COLUMNS, SCALING = 2, 2, 7, 0.25
-
-
-def make_moments(rows: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, covariance and tokens of so many rows, float64."""
-    mean, spread = (
-        random(rows, KV_HEADS, dim, seed=seed).double(),
-        random(rows, KV_HEADS, dim, dim, seed=seed + 1).double(),
-    )
-    return mean, spread @ spread.mT / dim, torch.arange(rows).double().view(-1, 1, 1, 1) * 90 + 100
 
 
 def to_told(moments: tuple[Tensor, Tensor, Tensor], device: str) -> Moments:
@@ -61,7 +52,7 @@ def test_estimates_equal_the_reference(
     monkeypatch.setattr(storing, "HEADS", heads)
     query = random(ROWS, KV_HEADS * group, 1, dim).to(dtype)
     new = [random(ROWS, KV_HEADS, 1, size, seed=1).to(dtype) for size in (dim, value_dim)]
-    both = [make_moments(1, dim, 2), make_moments(ROWS, dim, 4)]
+    both = [make_moments(1, KV_HEADS, dim, 2), make_moments(ROWS, KV_HEADS, dim, 4)]
     asked, near = store(query, new, [to_told(each, device) for each in both], 5, device)
     assert asked.log_bulk is not None
     assert asked.log_bulk.shape == (ROWS, KV_HEADS, group, 1)
@@ -88,7 +79,7 @@ def test_estimates_equal_the_reference(
 def test_what_says_nothing(device: str) -> None:
     """Of two estimates a number comes before a nan, and infinities stay; without moments tokens are stored alone."""
     query, new = random(4, KV_HEADS, 1, 8), [random(4, KV_HEADS, 1, 8, seed=1)] * 2
-    mean, covariance, _ = to_told(make_moments(1, 8, 2), device)
+    mean, covariance, _ = to_told(make_moments(1, KV_HEADS, 8, 2), device)
     first, second = ([math.nan, 1.0, math.inf, -math.inf], [2.0, math.nan, 3.0, -math.inf])
     told = [(mean, covariance, torch.tensor(part, device=device).view(4, 1, 1, 1)) for part in (first, second)]
     found = store(query, new, told, 0, device)[0].log_bulk

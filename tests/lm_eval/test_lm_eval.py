@@ -191,8 +191,7 @@ def test_a_request_that_does_not_fit_fares_as_in_lm_eval(
         assert ("cut off" in caplog.text) == (context + answer > 17)
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("batch_size", "beams"), [(1, 1), (3, 2)])
 def test_generation_at_threshold_one_is_as_without_a_cache(batch_size: int, beams: int) -> None:
     requests = texts_to_go_on(300, 500, 420)
     for request in requests:

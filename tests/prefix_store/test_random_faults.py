@@ -30,7 +30,7 @@ from qada_cache.state.layer import QAdALayer
 from qada_cache.storage.coded_bulk import CodedBulk
 from qada_cache.versions import pass_cache
 
-EVERY = 64  # tokens between snapshots
+EVERY = 128  # tokens between snapshots
 KINDS = {  # the family, bits of the bulk, tokens: few bits need a segment that closes
     "as made": ("llama", 16, 600),
     "8 bits": ("llama", 8, 1250),
@@ -82,7 +82,7 @@ def make_scene(kind: str, folder: Path) -> Scene:
     family, bits, tokens = KINDS[kind]
     make = make_indexed if family in INDEXED else tiny
     model, text = make(family, max_position_embeddings=2048), prompt(tokens)[0]
-    options = {"threshold": 1.0, "moments": "current", "bulk_bits": bits, **SMALL}
+    options = {"threshold": 1.0, "moments": "current", "bulk_bits": bits, "kernels": "torch", **SMALL}
     store = open_store(folder)
     whole = store.cache(model, text, **options)
     scene = Scene(model, text, options, whole, folder, 0, {})

@@ -77,9 +77,9 @@ def test_other_questions_and_an_edit(store: PrefixStore, model: PreTrainedModel,
         wanted = copy.deepcopy(cache)
         wanted.crop(held - tokens)
         check_held_alike(got, wanted)
-        answer = generate(model, text_then, got, tokens=12)
+        answer = generate(model, text_then, got, tokens=6)
         for each in (wanted, dynamic(model)) if bits == 16 else (wanted,):
-            other = generate(model, text_then, each, tokens=12)
+            other = generate(model, text_then, each, tokens=6)
             assert torch.equal(answer.sequences, other.sequences)
             assert_near(model, logits_of(answer), logits_of(other))
         check_held_alike(got, wanted)

@@ -71,6 +71,7 @@ def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.usefixtures("builds_of_others")
 def test_the_first_request_finds_everything_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

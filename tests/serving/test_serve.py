@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -44,6 +43,7 @@ class Served:
     folder: Path
     log: Path
     client: OpenAI
+    process: subprocess.Popen
 
     def ask(self, messages: list[dict[str, str]], **options: Any) -> Any:
         """A request for the likeliest tokens."""
@@ -71,13 +71,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with running(folder, tmp_path_factory.mktemp("serve")) as (found, _):
+    with running(folder, tmp_path_factory.mktemp("serve")) as found:
         yield found
 
 
 @contextmanager
-def running(folder: Path, scratch: Path) -> Iterator[tuple[Served, subprocess.Popen]]:
-    """A server and its process, until it is killed."""
+def running(folder: Path, scratch: Path) -> Iterator[Served]:
+    """A server, until it is killed."""
     log = scratch / "log"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(scratch), "OMP_NUM_THREADS": "1"}
     environment["QADA_KERNELS"] = "torch"  # which need not be built
@@ -94,7 +94,7 @@ def running(folder: Path, scratch: Path) -> Iterator[tuple[Served, subprocess.Po
             found = re.search(r"running on (http://127\.0\.0\.1:\d+)", text)
             time.sleep(0.1)
         with OpenAI(base_url=f"{found[1]}/v1", api_key="none", timeout=STARTS, max_retries=0) as client:
-            yield Served(folder, log, client), process
+            yield Served(folder, log, client, process)
     finally:
         process.kill()
         process.wait()
@@ -190,12 +190,11 @@ def test_what_is_refused_is_told(served: Served) -> None:
     assert served.ask(messages).choices[0].finish_reason == "length"
 
 
-def test_a_server_that_is_killed_and_started_again(folder: Path, tmp_path: Path) -> None:
-    """Two turns, then a third on another server: it reads what is new alone, and answers as one cache does."""
+def test_a_server_that_is_killed_and_started_again(served: Served, tmp_path: Path) -> None:
+    """Two turns, then a third on another server: it reads what is new alone, and answers as one cache does. The other
+    tests' server is killed: this is the last one."""
     asked, turns, answers = needle.make_prompt(tokens=500, seed=9), [], []
     messages: list[dict[str, str]] = []
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second").mkdir()
 
     def ask(served: Served, question: str) -> None:
         messages.append({"role": "user", "content": question})
@@ -203,15 +202,14 @@ def test_a_server_that_is_killed_and_started_again(folder: Path, tmp_path: Path)
         answers.append(served.ask(messages).choices[0].message.content)
         messages.append({"role": "assistant", "content": answers[-1]})
 
-    with running(folder, tmp_path / "first") as (served, process):
-        ask(served, f"{asked.context} {asked.questions[0]}")
-        ask(served, asked.questions[1])
-        (_, of_second) = served.kept()[-1]
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    with running(folder, tmp_path / "second") as (served, _):
-        ask(served, asked.questions[2])
-        ((kept, of_third),) = served.kept()
+    ask(served, f"{asked.context} {asked.questions[0]}")
+    ask(served, asked.questions[1])
+    (_, of_second) = served.kept()[-1]
+    served.process.kill()
+    served.process.wait()
+    with running(served.folder, tmp_path) as restarted:
+        ask(restarted, asked.questions[2])
+        ((kept, of_third),) = restarted.kept()
     assert kept == of_second + NEW - 1  # the last token that was generated had not been read
     assert of_third - kept < 10
     tokenizer = needle.load_tokenizer()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import LOCAL, WINDOW, Driver, Inputs, make_shared, transformers_mask
 from pair import Pair, stored_tokens
-from scenarios import SCENARIOS, left_padded, play, small_buffers
+from scenarios import MIXED, SCENARIOS, left_padded, play, small_buffers
 from torch import Tensor
 
 from qada_cache import KeyMoments, StaticHeads
@@ -56,7 +56,6 @@ def check_compared(pair: Pair) -> None:
     assert tally.skipped <= 0.01 * (tally.local + tally.long_context)
 
 
-MIXED = ["turns", "holes", "crops_with_padding", "rows"]  # enough for what does not differ in the bulk's moments
 ESTIMATES = {"lengths", "rotated", "two-prompts", "two-prompts-frozen", "oracle"}
 CASES = [
     (scenario, policy)

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -146,8 +147,10 @@ def where(offloading: bool) -> AbstractContextManager:
     return accelerator() if offloading else nullcontext()
 
 
-@pytest.mark.parametrize("offloading", [False, True])
-@pytest.mark.parametrize("way", [*WAYS, short, forked])
+@pytest.mark.parametrize(
+    ("way", "offloading"),
+    [*zip(WAYS, itertools.cycle((False, True))), *itertools.product((short, forked), (False, True))],
+)
 def test_records_follow_from_tokens_alone(way: Callable[[Any], None], offloading: bool, tmp_path: Path) -> None:
     with where(offloading):
         scene = Scene(tmp_path)
