@@ -150,7 +150,7 @@ def test_heads_decide_nothing() -> None:
         KeyMoments.collect(model)
     assert QAdACache(model).options.criterion == QAdACache(model, criterion="dense").options.criterion == "dense"
     for criterion in ("gaussian", "local"):
-        said = f"reads what the indexer picks of latent .* criterion='{criterion}' asks .* leave out criterion, or give 'd"
+        said = f"reads what the indexer picks of latent .* criterion='{criterion}' asks .* leave out criterion, or "
         with pytest.raises(NotImplementedError, match=said):
             QAdACache(model, criterion=criterion)
         with pytest.raises(NotImplementedError, match=said):
