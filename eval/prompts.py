@@ -59,6 +59,8 @@ def measure_loss(parser: argparse.ArgumentParser, options: argparse.Namespace) -
         )
         with reading():
             found = [list(tqdm(each, total=1 + len(options.thresholds), unit="prompt")) for each in readings]
+        if not found:
+            parser.error(f"--tokens: no text has {tokens} tokens")
         exact, *every = zip(*found, strict=True)
         of = told | {"tokens": tokens, "text": text}
         rows += [of | summarize(*each, exact) for each in zip(options.thresholds, every, strict=True)]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from eval.shared.processes import run_alone
+
 pytest.importorskip("lm_eval", reason="some commands run on lm-eval")
 
 WRONG = {  # arguments, by what is said of them
@@ -34,6 +36,13 @@ WRONG = {  # arguments, by what is said of them
     "benchmark --out .": "--out: . is a folder",
     "benchmark --device nosuch": "--model: Expected one of cpu",
     "overhead step --tokens 0": "--tokens: invalid count",
+    "latency prompt --tokens 0": "--tokens: invalid count",
+    "latency prompt --prefill nan": "--prefill: invalid amount",
+    "latency turns --turns 0": "--turns: invalid count",
+    "reuse copies --tokens 0": "--tokens: invalid count",
+    "reuse restart --folder nosuch": "--folder: there is no folder nosuch",
+    "families --seconds nan": "--seconds: invalid amount",
+    "triton_resources --dims 3": "--dims: invalid choice: 3",
 }
 
 
@@ -54,3 +63,10 @@ def test_one_line_says_what_is_wrong(line: str, capsys: pytest.CaptureFixture[st
     assert ended.value.code == 2
     assert WRONG[line] in capsys.readouterr().err.splitlines()[-1]
     assert {path: path.read_text() for path in Path().iterdir()} == before
+
+
+def test_a_process_of_a_command_that_fails_says_why_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_alone("memory", "held", tokens=0)
+    assert ended.value.code == 2
+    assert "--tokens, --new-tokens and --rounds must be at least 1" in capfd.readouterr().err.splitlines()[-1]
