@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
 
 from eval.shared.counting import count_bus_bytes, count_held, count_read_bytes
-from eval.shared.tables import make_parser, read
+from eval.shared.tables import make_parser, read, to_count
 from eval.shared.timing import Peak, add_options, decode, load_model, measure_speeds, report
 from eval.shared.workloads import (
     CUDNN,
@@ -244,8 +244,8 @@ def main(arguments: list[str] | None = None) -> int:
     add = add_options(parser)
     add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
         help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
-    add("--steps", type=int, default=8, help="tokens timed a round (default: %(default)s)")
-    add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
+    add("--steps", type=to_count, default=8, help="tokens timed a round (default: %(default)s)")
+    add("--rounds", type=to_count, default=3, help="over all methods (default: %(default)s)")
     add("--methods", nargs="+", metavar="NAME",
         help="those to time, by name or by how names begin; baselines always are (default: all)")  # fmt: skip
     options = parser.parse_args(arguments)

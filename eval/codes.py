@@ -27,13 +27,13 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from eval.shared.deciding import compare, follow, format_with_error, make_exact_cache, prefill
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
 from eval.shared.peers import quantize
-from eval.shared.tables import make_parser, new_file, report
+from eval.shared.tables import growing_table, make_parser, report, to_count
 from eval.shared.texts import Document, read_prose
 from eval.shared.ways import PROMPTS
 from qada_cache import KeyMoments
 from qada_cache.kernels.operands import Query
 from qada_cache.kernels.query_adaptive import group_queries
-from qada_cache.sketch import Layout, coded, rotate
+from qada_cache.sketch import MAX_BITS, MIN_BITS, Layout, coded, rotate
 from qada_cache.sketch.codec import Sketch, estimate_scores, quantize_segments
 from qada_cache.state import SKETCH_BITS
 from qada_cache.state.layer import QAdALayer
@@ -228,12 +228,14 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         add = (part := parts.add_parser(name, help=told)).add_argument
         add("--model", default=DEFAULT, help=HELP)
-        add("--lengths", type=int, nargs="+", default=[3072], help="tokens (default: %(default)s)")
-        add("--documents", type=int, default=documents, help="of each length (default: %(default)s)")
-        add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
+        add("--lengths", type=to_count, nargs="+", default=[3072], help="tokens (default: %(default)s)")
+        add("--documents", type=to_count, default=documents, help="of each length (default: %(default)s)")
+        add("--out", type=growing_table, required=True, help="CSV table, added to if it exists")
         part.set_defaults(measure=measure)
     add("--bits", type=float, default=SKETCH_BITS, help="of a value, on average (default: %(default)s)")
     options = parser.parse_args(arguments)
+    if not MIN_BITS <= getattr(options, "bits", SKETCH_BITS) <= MAX_BITS:
+        parser.error(f"--bits must be from {MIN_BITS} to {MAX_BITS}")
     with check_loading(parser):
         model, tokenizer = load(options.model)
     for length in options.lengths:

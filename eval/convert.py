@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from eval.shared.language_model import DEFAULT, HELP, check_loading, load
+from eval.shared.language_model import DEFAULT, DTYPES, HELP, check_loading, load
 from eval.shared.latent_form import make_latent
 
 
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.convert", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--model", default=DEFAULT, help=HELP)
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="(default: %(default)s)")
+    add("--dtype", choices=DTYPES, default="auto", help="(default: %(default)s)")
     add("--out", type=Path, required=True, help="folder to make")
     add("--latent", action="store_true", help="write a Llama or Qwen2 as a model of latent attention")
     options = parser.parse_args(arguments)

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared import conversation, language_model
 from eval.shared.conversation import Form, Told, converse, fit
-from eval.shared.tables import align, make_parser, new_file, write
+from eval.shared.tables import align, make_parser, new_file, to_count, to_share, write
 from eval.shared.texts import ABOUT_THE_REFERENCE, Turn, draw_facts, read_reference
 from qada_cache import QAdACache, restore_attention
 from qada_cache.machine import describe_machine
@@ -141,35 +141,18 @@ def _shorten_name(options: argparse.Namespace) -> str:
     return Path(options.model).resolve().name if Path(options.model).exists() else options.model
 
 
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise ValueError
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-_fraction.__name__, _count.__name__ = "share (a number in [0, 1])", "count (a whole number above 0)"
-
-
 def _make_parser() -> argparse.ArgumentParser:
     parser = make_parser("demo", __doc__)
     add = parser.add_argument
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="(default: %(default)s)")
+    add("--dtype", choices=language_model.DTYPES, default="auto", help="(default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--document", type=Path, help="a text file to read instead of the Python language reference")
     add("--ask", action="append", default=[], metavar="QUESTION", help="ask this; may be given several times")
     add("--facts", action="store_true", help="plant facts and ask for them with --document or --ask as well")
-    add("--tokens", type=_count, help=f"length to cut the document to (default: {TOKENS}, or the whole --document)")
-    add("--new-tokens", type=_count, default=32, help="an answer's most (default: %(default)s)")
-    add("--threshold", type=_fraction, help="QAdACache's (default: its own)")
+    add("--tokens", type=to_count, help=f"length to cut the document to (default: {TOKENS}, or the whole --document)")
+    add("--new-tokens", type=to_count, default=32, help="an answer's most (default: %(default)s)")
+    add("--threshold", type=to_share, help="QAdACache's (default: its own)")
     add("--seed", type=int, default=0, help="of the planted facts (default: %(default)s)")
     add("--out", type=new_file, help="CSV file to write the table to as well")
     return parser

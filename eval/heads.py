@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from eval.shared import language_model
-from eval.shared.lm_tasks import make_task_manager
-from eval.shared.tables import make_parser, new_file, write
+from eval.shared.lm_tasks import check_tasks, make_task_manager
+from eval.shared.tables import make_parser, new_file, to_count, write
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import decode
 from qada_cache.criterion import score_moments
 from qada_cache.lm_eval import QAdALM
+from qada_cache.names import PROMPTS
 from qada_cache.state.observation import Observation
 
 
@@ -110,15 +111,18 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
     add("--tasks", nargs="+", default=["prose_niah", "prose_fwe"], help="of lm-eval, generating (default: %(default)s)")
-    add("--lengths", type=int, nargs="+", default=[4096], help="tokens (default: %(default)s)")
-    add("--moments", nargs="+", default=["random-words", "single-word"], help="(default: %(default)s)")
-    add("--limit", type=int, default=16, help="documents per task and length (default: %(default)s)")
+    add("--lengths", type=to_count, nargs="+", default=[4096], help="tokens (default: %(default)s)")
+    add("--moments", nargs="+", choices=PROMPTS, default=["random-words", "single-word"], help="(default: %(default)s)")
+    add("--limit", type=to_count, default=16, help="documents per task and length (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=new_file, required=True, help="CSV table to write")
     options = parser.parse_args(arguments)
     with language_model.check_loading(parser):
         where, gguf = language_model.find_hflm_source(options.model)
         lm = RecordingLM(where, batch_size=1, device=options.device, **gguf)
+    check_tasks(
+        parser, options.tasks, make_task_manager(where, options.lengths[0], gguf.get("gguf_file"), options.limit)
+    )
     recorder = Recorder({kind: KeyMoments.collect(lm.model, lm.tokenizer, kind) for kind in options.moments})
     lm.recorder = recorder
     for task in options.tasks:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from eval.benchmark import allow_cudnn
-from eval.shared.tables import make_parser
+from eval.shared.tables import make_parser, to_amount, to_count
 from eval.shared.timing import Peak, add_options, load_model, report, wait
 from eval.shared.workloads import PLACES, draw_tokens
 from qada_cache import QAdACache, restore_attention
@@ -196,17 +196,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser("latency", __doc__)
     parts = parser.add_subparsers(required=True, dest="part", metavar="prompt|turns")
     add = add_options(parts.add_parser("prompt", help="time and memory from a prompt to its first token"))
-    add("--tokens", type=int, nargs="+", default=[8192], help="of the prompt (default: %(default)s)")
-    add("--prefill", type=float, nargs="+", default=[], help="prefill_thresholds, of one more row each")
-    add("--rounds", type=int, default=3, help="over all methods (default: %(default)s)")
+    add("--tokens", type=to_count, nargs="+", default=[8192], help="of the prompt (default: %(default)s)")
+    add("--prefill", type=to_amount, nargs="+", default=[], help="prefill_thresholds, of one more row each")
+    add("--rounds", type=to_count, default=3, help="over all methods (default: %(default)s)")
     add = add_options(parts.add_parser("turns", help="time of a short turn, or of a draft, behind a text"))
-    add("--tokens", type=int, nargs="+", default=[6000], help="of the text (default: %(default)s)")
-    add("--turns", type=int, nargs="+", default=[1, 4, 16, 64, 112], help="tokens of each (default: %(default)s)")
-    add("--rounds", type=int, default=3, help="times that every turn is measured (default: %(default)s)")
+    add("--tokens", type=to_count, nargs="+", default=[6000], help="of the text (default: %(default)s)")
+    add("--turns", type=to_count, nargs="+", default=[1, 4, 16, 64, 112], help="tokens of each (default: %(default)s)")
+    add("--rounds", type=to_count, default=3, help="times that every turn is measured (default: %(default)s)")
     options = parser.parse_args(arguments)
     turns = options.part == "turns"
-    if options.rounds < 1 or (turns and min(options.turns) < 1):
-        parser.error(f"{'--turns and ' * turns}--rounds: 1 or more")
     most = max(options.tokens) + (count_turn_tokens(options) if turns else 0)
     model, _, tokenizer = load_model(parser, options, tokens=most)
     try:

@@ -33,7 +33,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.shared import language_model, timing
 from eval.shared.processes import count_process, run_alone
-from eval.shared.tables import make_parser, new_file, report
+from eval.shared.tables import growing_table, make_parser, report
 from qada_cache import QAdACache, prepare
 from qada_cache.process_memory import PeakMemory
 from qada_cache.stats import count_bytes
@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--chunk", type=int, default=0, help="`generate`'s prefill_chunk_size; 0 reads at once (default: %(default)s)")
     add("--rounds", type=int, default=1, help="of all caches; figures are medians (default: %(default)s)")
     add("--cache", choices=CACHES, help="one alone, in this process, as the others' are called")
-    add("--out", type=new_file, help="CSV table to write or to add to")
+    add("--out", type=growing_table, help="CSV table to write or to add to")
     add = timing.add_options(part := parts.add_parser("soak", help="what grows over a long generation"))
     part.set_defaults(measure=measure_soak)
     add("--prompt", type=int, default=2048, help="tokens read at first (default: %(default)s)")

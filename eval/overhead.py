@@ -141,9 +141,15 @@ def main(arguments: list[str] | None = None) -> int:
     parts = parser.add_subparsers(required=True, metavar="step|launch")
     add = timing.add_options(part := parts.add_parser("step", help="part by part of the package"))
     part.set_defaults(measure=measure_step)
-    add("--tokens", type=int, nargs="+", default=[2048, 8192, 32768], help="of context (default: %(default)s)")
-    add("--steps", type=int, default=16, help="tokens timed a round (default: %(default)s)")
-    add("--rounds", type=int, default=3, help="with and without a context in turn (default: %(default)s)")
+    add(
+        "--tokens",
+        type=tables.to_count,
+        nargs="+",
+        default=[2048, 8192, 32768],
+        help="of context (default: %(default)s)",
+    )
+    add("--steps", type=tables.to_count, default=16, help="tokens timed a round (default: %(default)s)")
+    add("--rounds", type=tables.to_count, default=3, help="with and without a context (default: %(default)s)")
     add = (part := parts.add_parser("launch", help="by Triton's kernels, on the host alone")).add_argument
     part.set_defaults(measure=measure_launch)
     add("--steps", type=int, default=100, help="of each kind, in turn (default: %(default)s)")

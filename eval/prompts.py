@@ -59,6 +59,8 @@ def measure_loss(parser: argparse.ArgumentParser, options: argparse.Namespace) -
         )
         with reading():
             found = [list(tqdm(each, total=1 + len(options.thresholds), unit="prompt")) for each in readings]
+        if not found:
+            parser.error(f"--tokens: no text has {tokens} tokens")
         exact, *every = zip(*found, strict=True)
         of = told | {"tokens": tokens, "text": text}
         rows += [of | summarize(*each, exact) for each in zip(options.thresholds, every, strict=True)]
@@ -146,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--tokens", type=int, nargs="+", default=[3072], help="of a prompt (default: %(default)s)")
     add("--documents", type=int, default=2, help="of each text (default: %(default)s)")
     add("--thresholds", type=float, nargs="+", default=[4.4], help="(default: 4.4)")
-    add("--dtype", default="auto", help="(default: the model's own)")
+    add("--dtype", choices=("auto", "float16", *DTYPES), default="auto", help="(default: the model's own)")
     add("--sampled", action="store_true", help="as GPUs read them")
     add = (rate := parts.add_parser("rate", help="how fast attention is, ours and torch's")).add_argument
     rate.set_defaults(measure=measure_rate)

@@ -38,7 +38,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.shared import language_model
 from eval.shared.processes import SMAPS, count_process, run_alone
-from eval.shared.tables import make_parser, new_file, report
+from eval.shared.tables import make_parser, new_file, report, to_count
 from qada_cache import PrefixStore, QAdACache, prepare
 from qada_cache.tuning.measuring import read_default_text
 from qada_cache.versions import pass_cache
@@ -230,8 +230,8 @@ def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_restart(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Rows:
     """A row for every way of answering, medians over rounds; each in processes of its own."""
-    if min(options.tokens, options.answer, options.rounds) < 1:
-        parser.error("--tokens, --answer and --rounds must be at least 1")
+    if options.folder is not None and not options.folder.is_dir():
+        parser.error(f"--folder: there is no folder {options.folder}")
     if options.way:
         print(json.dumps(run_way(options.way, options)))
         return []
@@ -277,13 +277,13 @@ def main(arguments: list[str] | None = None) -> int:
     for part in (copies, restart):
         add = part.add_argument
         add("--model", default=language_model.DEFAULT, help=language_model.HELP)
-        add("--tokens", type=int, default=7500, help="of the document (default: %(default)s)")
-        add("--answer", type=int, default=16, help="tokens of every answer (default: %(default)s)")
+        add("--tokens", type=to_count, default=7500, help="of the document (default: %(default)s)")
+        add("--answer", type=to_count, default=16, help="tokens of every answer (default: %(default)s)")
         add("--out", type=new_file, help="CSV table to write")
     add = copies.add_argument
     add("--questions", type=int, default=len(QUESTIONS), help=f"{AGAIN} to {len(QUESTIONS)} (default: %(default)s)")
     add = restart.add_argument
-    add("--rounds", type=int, default=3, help="of all ways; figures are medians (default: %(default)s)")
+    add("--rounds", type=to_count, default=3, help="of all ways; figures are medians (default: %(default)s)")
     add("--folder", type=Path, help="where the store's folder is made, on the disk to be measured (default: /tmp's)")
     add(
         "--way",

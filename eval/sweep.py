@@ -23,9 +23,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.shared import language_model
-from eval.shared.lm_tasks import make_task_manager
+from eval.shared.lm_tasks import check_tasks, make_task_manager
 from eval.shared.selecting import check_selected
-from eval.shared.tables import make_parser, new_file, read, write
+from eval.shared.tables import growing_table, make_parser, read, to_amount, to_count, to_share, write
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.key_moments.defaults import DEFAULT_MOMENTS
@@ -224,21 +224,25 @@ def main(arguments: list[str] | None = None) -> int:
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
     add("--tasks", nargs="+", default=["prose_niah"], help="lm-eval generation tasks (default: %(default)s)")
     add(
-        "--lengths", type=int, nargs="+", default=[4096], help="tokens, for tasks that take them (default: %(default)s)"
+        "--lengths",
+        type=to_count,
+        nargs="+",
+        default=[4096],
+        help="tokens, of tasks that take them (default: %(default)s)",
     )
     add("--moments", nargs="+", default=[DEFAULT_MOMENTS], help="(default: %(default)s)")
     add("--group-rules", nargs="+", default=["any"], choices=GROUP_RULES, help="(default: %(default)s)")
-    add("--thresholds", type=float, nargs="*", default=list(THRESHOLDS), help="(default: the paper's twelve)")
+    add("--thresholds", type=to_share, nargs="*", default=list(THRESHOLDS), help="(default: the paper's twelve)")
     add("--static", nargs="*", default=["oracle"], choices=("oracle", "other"), help="(default: %(default)s)")
-    add("--alphas", type=float, nargs="*", default=list(ALPHAS), help="of static heads (default: the paper's twelve)")
+    add("--alphas", type=to_share, nargs="*", default=list(ALPHAS), help="of static heads (default: the paper's)")
     add("--tokens", action="store_true", help="the cache's defaults, too, by which heads read some tokens only")
-    add("--prefill", type=float, nargs="+", default=[0.0], help="prefill_threshold of prompts (default: 0, exact)")
+    add("--prefill", type=to_amount, nargs="+", default=[0.0], help="prefill_threshold of prompts (default: 0, exact)")
     add("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="of bulks (default: 16)")
-    add("--limit", type=int, help="documents per task and length (default: all that the task has)")
+    add("--limit", type=to_count, help="documents per task and length (default: all that the task has)")
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
-    add("--dtype", default="auto", help="(default: the model's own)")
+    add("--dtype", choices=language_model.DTYPES, default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
+    add("--out", type=growing_table, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     with language_model.check_loading(parser):
         pretrained, gguf = language_model.find_hflm_source(options.model)
@@ -246,6 +250,12 @@ def main(arguments: list[str] | None = None) -> int:
         lm = SweepLM(pretrained, **loaded, batch_size=options.batch_size, device=options.device)
     done, wanted = read_known(options.out), list_variants(options)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
+    check_tasks(parser, options.tasks, make_task_manager(pretrained, options.lengths[0], lm.gguf_file, options.limit))
+    try:
+        for variant in normal:  # before minutes of measuring
+            QAdACache(lm.model, **make_cache_options(variant))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     with tqdm(total=len(wanted) * len(options.tasks) * len(options.lengths), unit="row") as bar:
         for task in options.tasks:
             for length in options.lengths:

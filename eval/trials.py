@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,12 +44,12 @@ from eval.shared.deciding import (
     split,
     summarize,
 )
-from eval.shared.language_model import DEFAULT, HELP, check_loading, find_hflm_source, label, load
+from eval.shared.language_model import DEFAULT, DTYPES, HELP, check_loading, find_hflm_source, label, load
 from eval.shared.lm_tasks import make_task_manager
 from eval.shared.peers import PEERS, Prefilled
 from eval.shared.sampled import read_as_gpus_do
 from eval.shared.selecting import check_selected, find_prefill_threshold, list_prompt_ways
-from eval.shared.tables import align, make_parser, new_file, read, write
+from eval.shared.tables import align, growing_table, make_parser, read, text_file, to_amount, to_count, write
 from eval.shared.texts import (
     CHAT,
     CODE,
@@ -231,9 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--model", default=DEFAULT, help=HELP)
     tasks = f"{PROSE}, {CODE}, {CHAT}, lm-eval tasks of one answer (default: {PROSE})"
     add("--tasks", nargs="+", default=[PROSE], help=tasks)
-    add("--lengths", type=int, nargs="+", default=[3072], help="tokens (default: %(default)s)")
-    add("--documents", type=int, default=12, help="of each task and length (default: %(default)s)")
-    add("--following", type=int, default=64, help="tokens to predict of prose and code (default: %(default)s)")
+    add("--lengths", type=to_count, nargs="+", default=[3072], help="tokens (default: %(default)s)")
+    add("--documents", type=to_count, default=12, help="of each task and length (default: %(default)s)")
+    add("--following", type=to_count, default=64, help="tokens to predict of prose and code (default: %(default)s)")
     add(
         "--question",
         choices=("sparse", "dense"),
@@ -241,18 +240,18 @@ def main(arguments: list[str] | None = None) -> int:
         default=["dense"],
         help="whether a task's question is read exactly, as the text is, or sparsely (default: dense)",
     )
-    add("--text", type=Path, help="text file for prose (default: the Python language reference)")
+    add("--text", type=text_file, help="text file for prose (default: the Python language reference)")
     add("--few", action="store_true", help="only those ways that tell most")
     add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
     add("--own", action="store_true", help="with --tokens: the default and the economical settings alone")
     add("--latents", action="store_true", help="ways of reading some of the tokens of latent attention only")
     add("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="of bulks (default: 16)")
-    add("--prefill", type=float, nargs="+", default=[], help="prefill_threshold of prompts (0: exact); no other way")
+    add("--prefill", type=to_amount, nargs="+", default=[], help="prefill_thresholds (0: exact); no other way")
     add("--sampled", action="store_true", help="with --prefill, as GPUs read them")
     add("--peers", action="store_true", help="other methods, to compare with: caches that evict, or of few bits")
-    add("--dtype", default="auto", help="(default: the model's own)")
+    add("--dtype", choices=DTYPES, default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    add("--out", type=new_file, required=True, help="CSV table, added to if it exists")
+    add("--out", type=growing_table, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype, device=options.device)

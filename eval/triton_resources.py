@@ -25,6 +25,7 @@ CAPACITY = 40_000
 PROMPTS = ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64))  # dim, queries that read together
 PROMPT_GROUP = 4
 LATENT, RANK, LATENT_HEADS = 576, 512, (16, 32, 128)
+DIMS = sorted({LATENT, *(dim for dim, _ in (*SIZES, *PROMPTS))})
 
 
 def measure_resources(recorder: Recorder, dim: int, group: int | str, sketch: str, architecture: int) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compile, print and write the table."""
     parser = make_parser("triton_resources", __doc__)
     add = parser.add_argument
-    add("--dims", type=int, nargs="+", help="only heads of so many channels")
+    add("--dims", type=int, nargs="+", choices=DIMS, help="only heads of so many channels")
     add("--sketches", nargs="+", choices=SKETCHES, default=list(SKETCHES), help="only these")
     add("--architectures", type=int, nargs="+", default=ARCHITECTURES, help="80 is capability 8.0")
     add("--out", type=new_file, help="CSV table to write")

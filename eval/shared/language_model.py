@@ -22,6 +22,7 @@ from eval.shared.random_models import HYBRIDS, make_hybrid
 from qada_cache.versions import pass_cache
 
 DEFAULT = "smollm2"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 HELP = f"{DEFAULT}, a path or Hub repository, or a GGUF file (default: %(default)s)"
 
 
@@ -67,7 +68,7 @@ def check_loading(parser: argparse.ArgumentParser) -> Iterator[None]:
     """A model that cannot be loaded, or is not served, is a wrong argument."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (OSError, ValueError, RuntimeError, NotImplementedError, AssertionError) as error:  # the last without CUDA
         parser.error(f"--model: {shorten(str(error), 400)}")
 
 

@@ -1,8 +1,11 @@
 """lm-eval's index of tasks, whose documents are as long as they are to be in tokens of a model."""
 
+import argparse
 import atexit
 import tempfile
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lm_eval.tasks import TaskManager
@@ -29,3 +32,10 @@ def make_task_manager(
     if documents is not None:
         metadata["documents"] = documents
     return TaskManager(metadata=metadata)
+
+
+def check_tasks(parser: argparse.ArgumentParser, names: Sequence[str], manager: TaskManager) -> None:
+    """End the program if lm-eval has no such task, and there is no such YAML file."""
+    known = set(manager.all_tasks)
+    if unknown := [name for name in names if name not in known and not Path(name).is_file()]:
+        parser.error(f"--tasks: lm-eval has no task {', '.join(unknown)}")

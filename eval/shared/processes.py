@@ -13,10 +13,12 @@ SMAPS = Path("/proc/self/smaps_rollup")  # Linux's
 
 
 def run_alone(command: str, part: str, **options: object) -> dict[str, Any]:
-    """What `python -m eval.COMMAND PART` prints in its last line, JSON, with `options` by their names."""
+    """What `python -m eval.COMMAND PART` prints in its last line, JSON, with `options` by their names. If it fails, it
+    has said why, and this process ends as it did."""
     told = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     line = [sys.executable, "-m", f"eval.{command}", part, *told]
-    done = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True)
+    if (done := subprocess.run(line, check=False, stdout=subprocess.PIPE, text=True)).returncode:
+        sys.exit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])
 
 

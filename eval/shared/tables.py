@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,55 @@ def new_file(path: str) -> Path:
     """One to be written, of a command line."""
     if not (found := Path(path)).parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {found.parent}")
+    if found.is_dir():
+        raise argparse.ArgumentTypeError(f"{found} is a folder, name a file in it")
     return found
+
+
+def growing_table(path: str) -> Path:
+    """One to be written, or to be added to: a file that is no table of ours is not written over."""
+    if (found := new_file(path)).exists():
+        with found.open(encoding="utf-8", errors="replace") as file:
+            header = file.readline(10_000).strip()
+        if header and "machine" not in header.split(","):
+            raise argparse.ArgumentTypeError(f"{found} exists, and is no table of measurements")
+    return found
+
+
+def text_file(path: str) -> Path:
+    """One with some text to be read, of a command line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read as text in UTF-8: {error}") from error
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{path} is empty")
+    return Path(path)
+
+
+def to_share(text: str) -> float:
+    """A number in [0, 1], of a command line."""
+    if not 0 <= (value := float(text)) <= 1:
+        raise ValueError
+    return value
+
+
+def to_amount(text: str) -> float:
+    """A finite number that is not negative, of a command line."""
+    if not 0 <= (value := float(text)) < math.inf:
+        raise ValueError
+    return value
+
+
+def to_count(text: str) -> int:
+    """A whole number above 0, of a command line."""
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+to_share.__name__, to_count.__name__ = "share (a number in [0, 1])", "count (a whole number above 0)"
+to_amount.__name__ = "amount (a number, not negative)"  # which argparse names
 
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:

@@ -153,9 +153,9 @@ def load_model(
     parser: argparse.ArgumentParser, options: argparse.Namespace, *, tokens: int
 ) -> tuple[PreTrainedModel, Callable, PreTrainedTokenizerBase | None]:
     """As `workloads.load`, for contexts of up to `tokens` tokens; ends the program where there is no such model."""
-    dtype, device = getattr(torch, options.dtype), torch.device(options.device)
+    dtype = getattr(torch, options.dtype)
     with check_loading(parser):
-        return load(options.model, dtype=dtype, device=device, positions=tokens + 1024)
+        return load(options.model, dtype=dtype, device=torch.device(options.device), positions=tokens + 1024)
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]], **everywhere: object) -> None:

@@ -50,6 +50,8 @@ _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "audit_every": (0,),
     **_PLAIN,
 }
+# Where an indexer picks tokens, and a criterion was asked for.
+_PICKED = _EVERYTHING | {"criterion": ("dense",)}
 
 # By thread, the layer whose new tokens its module is expanding.
 _expanding: dict[int, "weakref.ref[LatentLayer]"] = {}
@@ -60,16 +62,18 @@ def resolve_latent_options(options: Options, config: PreTrainedConfig, *, chosen
     no indexer picks tokens; else all are read, of the criterion "dense". NotImplementedError, if the options ask for
     something else."""
     indexed = has_indexers(config)
-    chosen = chosen and not indexed
-    decides = chosen and options.criterion != "dense" and options.threshold < 1.0
-    served = _SELECTING if decides else _PLAIN if chosen else _EVERYTHING
+    decides = chosen and not indexed and options.criterion != "dense" and options.threshold < 1.0
+    if indexed:
+        served = _PICKED if chosen else _EVERYTHING
+    else:
+        served = _SELECTING if decides else _PLAIN if chosen else _EVERYTHING
     for name, allowed in served.items():
         value = getattr(options, name)
         if not any(value is one or value == one for one in allowed):
-            does = "selects tokens of" if decides else "reads all tokens of"
+            does = "selects tokens" if decides else "reads what the indexer picks" if indexed else "reads all tokens"
             others = "" if indexed or name in _PLAIN else ", or criterion='gaussian', by which heads decide"
             raise NotImplementedError(
-                f"QAdACache {does} latent attention, which {config.model_type} has, and {name}={value!r} "
+                f"QAdACache {does} of latent attention, which {config.model_type} has, and {name}={value!r} "
                 f"asks for something else: leave out {name}, or give {' or '.join(map(repr, allowed))}{others}"
             )
     if decides:

@@ -73,6 +73,7 @@ def make_metrics(batches: Sequence[CacheStats]) -> dict[str, Any]:
         "cache_kv_sparsity,none": average("kv_sparsity", weight="decisions"),
         "cache_read_share,none": average("read_share", weight="dense_bulk_bytes"),
         "cache_bulk_read_bytes,none": sum(each.bulk_read_bytes for each in batches),
+        "cache_streamed_bytes,none": sum(each.streamed_bytes for each in batches),
         "cache_device_bytes,none": max(each.device_bytes for each in batches),
         "cache_host_bytes,none": max(each.host_bytes for each in batches),
     }
@@ -138,7 +139,7 @@ class QAdALM(HFLM):
 
     Args:
         pretrained: as for `HFLM`.
-        cache: "qada", "oracle", "static", "local" or "dense".
+        cache: one of `CRITERIA`.
         keywords: `cache_*` are the cache's (see `split_arguments`); `cache_store` is a folder of a `PrefixStore`, which
             what prompts begin with is taken from; all others are `HFLM`'s.
 

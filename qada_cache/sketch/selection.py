@@ -31,12 +31,13 @@ def find_unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     Its variance is `scaling^2 sum q_i^2 noise_i` on average over tokens: half of it above `UNRELIABLE`, and above
     `NOISE_SHARE` of the scores' own `scaling^2 sum q_i^2 variances_i`. A share says nothing of the few highest scores:
     above `HOPELESS * UNRELIABLE`, a deviation of 5.7 nats, errors alone reach from a token that gets all attention to
-    the cut below which none is read. Nothing is said of rows that are in no sketch.
+    the cut below which none is read. What is not a number, as of scores whose squares exceed float32, is unreliable.
+    Nothing is said of rows that are in no sketch.
     """
     square = query.float().square()
     noise, variance = (torch.matmul(square, each[..., None])[..., 0] for each in (sketch.noise, sketch.variances))
     half = 0.5 * scaling**2 * noise
-    return (half > UNRELIABLE) & ((noise > NOISE_SHARE * variance) | (half > HOPELESS * UNRELIABLE))
+    return ~((half <= UNRELIABLE) | ((noise <= NOISE_SHARE * variance) & (half <= HOPELESS * UNRELIABLE)))
 
 
 def select_tokens(

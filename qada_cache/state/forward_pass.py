@@ -22,6 +22,7 @@ def _see(
     held, first = min(gone, sinks), end - (total - gone)  # flushed sinks; the row's first recent column
     far = min(max(first, end - total + sinks), end)  # where those begin that are no sinks
     near, none = b"\1" * held + bytes(sinks - held + first) + b"\1" * (far - first), bytes(sinks + far)
+    window = min(window, end)  # which may be much longer than all texts
     older, newer = b"\1" * end + bytes(window + end), bytes(end) + b"\1" * window + bytes(end)  # than a window's start
     local, pending = [], []
     for behind in later:

@@ -144,10 +144,14 @@ def test_other_caches_and_no_trace() -> None:
 
 
 def test_heads_decide_nothing() -> None:
-    """Whatever the criterion."""
+    """A criterion that asks for it is refused, in copies as well."""
     model = make_indexed("DeepseekV32")
     with pytest.raises(ValueError, match="no full-attention layers, so there are no key moments"):
         KeyMoments.collect(model)
-    assert QAdACache(model, criterion="gaussian").options.criterion == "dense"
-    with pytest.raises(NotImplementedError, match=r"reads all tokens of latent attention, .* criterion='local' asks"):
-        QAdACache(model, criterion="local")
+    assert QAdACache(model).options.criterion == QAdACache(model, criterion="dense").options.criterion == "dense"
+    for criterion in ("gaussian", "local"):
+        said = f"reads what the indexer picks of latent .* criterion='{criterion}' asks .* leave out criterion, or "
+        with pytest.raises(NotImplementedError, match=said):
+            QAdACache(model, criterion=criterion)
+        with pytest.raises(NotImplementedError, match=said):
+            QAdACache(model).fork(criterion=criterion)

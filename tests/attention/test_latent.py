@@ -94,6 +94,7 @@ def test_a_default_cache_reads_everything(how: str) -> None:
     assert (stats.layers, stats.decisions, stats.steps) == ((0, 1), 0, 0)
     assert stats.streamed_bytes > 0
     assert "323 tokens, no adaptive steps;" in str(stats)
+    assert f"read 0.0 MiB, by exact calls {stats.streamed_bytes / 2**20:.1f} MiB" in str(stats)
     assert "criterion dense, moments none" in repr(cache)
 
 

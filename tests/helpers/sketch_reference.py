@@ -158,7 +158,7 @@ def is_unreliable(*, query: Tensor, sketch: Sketch, length: int, scaling: float)
         square @ channel_variances(sketch, length)
     )
     half = half_variance(query=query, sketch=sketch, length=length, scaling=scaling)
-    return (half > selection.UNRELIABLE) & (shared | (half > 4 * selection.UNRELIABLE))
+    return half.isnan() | ((half > selection.UNRELIABLE) & (shared | (half > 4 * selection.UNRELIABLE)))
 
 
 def log_shares(*, estimates: Tensor, log_buffer: Tensor, bulk_tokens: int) -> Tensor:

@@ -99,6 +99,16 @@ def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
         assert out[0].isfinite().all(-1).flatten().tolist() == [True] * 2 + [False] * 2
 
 
+@EVERY
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in Triton's interpreter
+def test_a_sketch_whose_errors_are_no_numbers(path: Path) -> None:
+    """As of scores whose squares exceed float32: all is read."""
+    scene = Scene(bulk=[(257, 3)], short=(), bits=2)
+    for part in (scene.sketch.units, scene.sketch.mean_squares, scene.sketch.noise):
+        part[0, 1] = torch.nan
+    assert list(run(path, scene, token_threshold=1.0, criterion="dense").selected) == [(0, 0)]
+
+
 @pytest.mark.usefixtures("whole_segments")
 @pytest.mark.parametrize(
     ("path", "heavy"),

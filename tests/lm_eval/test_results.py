@@ -131,6 +131,18 @@ def test_latents_decide_if_that_is_asked_for() -> None:
     random_lm("deepseek_v3", cache="gaussian", cache_threshold=0.5)
 
 
+@pytest.mark.parametrize("cache", ["qada", "dense"])
+def test_bytes_of_latents_that_are_read_whole(cache: str) -> None:
+    """No head decides about them, and exact calls read them."""
+    lm = random_lm("deepseek_v3", cache=cache)
+    lm._loglikelihood_tokens([(("", ""), [1] * 150, [6, 7])], disable_tqdm=True)
+    found = make_metrics(lm.cache_totals["none"])
+    layers, channels, bulk = 2, 24, 150 - 1 - 20  # the prompt's last token is read with the answer
+    assert found["cache_streamed_bytes,none"] == layers * channels * bulk * 4  # float32
+    assert found["cache_bulk_read_bytes,none"] == 0
+    assert found["cache_read_share,none"] == "N/A"
+
+
 def test_unsupported_models_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="reads all tokens of latent attention"):
         random_lm("deepseek_v3", cache_threshold=0.5)

@@ -61,6 +61,21 @@ def test_rows_alike_are_counted_all(batch: int, queries: int) -> None:
     assert (made.decisions, made.dense_tokens) == (batch * queries, batch * (40 - SINKS - WINDOW - 12))
 
 
+@pytest.mark.parametrize("queries", [1, 2])
+def test_a_window_longer_than_any_text(queries: int) -> None:
+    """Everything is local, and nothing takes the memory of so many tokens."""
+    made = ForwardPass(SINKS, 10**30).find_rows(
+        lengths=[40, 30], flushed=[0, 0], end=40, queries=queries, valid=None, device=torch.device("cpu")
+    )
+    for row, length in enumerate((40, 30)):
+        for query in range(queries):
+            columns = range(-SINKS, 40)
+            wanted = [40 - length <= column <= 40 - queries + query for column in columns]
+            assert made.local[row, 0, query].tolist() == wanted
+    assert not made.pending.any()
+    assert made.decisions == 0
+
+
 def test_a_mask_is_read_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first layer for all; and again in the next pass, as its numbers may be others by then."""
     calls, compare = [], Padding._compare

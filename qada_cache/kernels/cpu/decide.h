@@ -230,8 +230,9 @@ struct Selecting {
                 variance += query[d] * query[d] * call.variances.at(row, head)[d];
             }
             float half_variance = 0.5f * call.scaling * call.scaling * noise;
-            bool hopeless = half_variance > (float)HOPELESS * call.unreliable;
-            if (half_variance > call.unreliable && (noise > call.noise_share * variance || hopeless)) reliable = false;
+            bool hopeful = half_variance <= (float)HOPELESS * call.unreliable;  // as is nothing that is no number
+            bool small = half_variance <= call.unreliable;
+            if (!small && !(noise <= call.noise_share * variance && hopeful)) reliable = false;
             for (int d = 0; d < DIM; d++) queries[d][count] = query[d];
             asking[count++] = q;
         }

@@ -147,8 +147,9 @@ def find_unreliable(b_query, p_noise, p_variances, noise_limit, noise_share, D: 
     b_square = b_query.to(tl.float32) * b_query.to(tl.float32)
     b_noise = tl.sum(b_square * tl.load(p_noise + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
     b_variance = tl.sum(b_square * tl.load(p_variances + o_dim, mask=o_dim < D, other=0.0)[None, :], axis=1)
-    b_hopeless = b_noise > HOPELESS * noise_limit
-    return (b_noise > noise_limit) & ((b_noise > noise_share * b_variance) | b_hopeless)
+    b_hopeful = b_noise <= HOPELESS * noise_limit
+    b_reliable = (b_noise <= noise_limit) | ((b_noise <= noise_share * b_variance) & b_hopeful)
+    return b_reliable == 0  # what is not a number is unreliable
 
 
 @triton.jit
