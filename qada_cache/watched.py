@@ -1,7 +1,6 @@
 """A DynamicCache that notices an interrupted forward pass or change: its layers then hold different tokens."""
 
 import functools
-import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -267,18 +266,14 @@ class WatchedCache(NoTensors, DynamicCache):
         """The rows held; 0 if there are none, or nothing is held yet."""
         if bulks := self._list_bulks():
             return len(bulks[0].lengths)
-        for layer in self.layers:
-            for held in (getattr(layer, "keys", None), *list_states(layer).values()):
-                if held is not None and held.dim() > 1:
-                    return len(held)
-        return 0
+        held = (each for layer in self.layers for each in (getattr(layer, "keys", None), *list_states(layer).values()))
+        return next((len(each) for each in held if each is not None and each.dim() > 1), 0)
 
     def _check_rows(self, layer_idx: int, rows: int) -> None:
         """Raise as our layers do. Transformers' own before them would take some of the tokens in, and then fail."""
-        for layer in itertools.islice(self.layers, layer_idx, None):
-            if isinstance(layer, QAdALayer):
-                layer.check_rows(rows)
-                return
+        ours = (layer for layer in self.layers[layer_idx:] if isinstance(layer, QAdALayer))
+        if (layer := next(ours, None)) is not None:
+            layer.check_rows(rows)
 
     def _list_bulks(self) -> list[Bulk]:
         return [layer.store.bulk for layer in self.layers if isinstance(layer, QAdALayer) and layer.store is not None]

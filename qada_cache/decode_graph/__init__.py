@@ -65,7 +65,7 @@ def make_graph(options: Options, managed: ManagedModel, layers: list[Any]) -> "D
         why = "holds no steps of layers that attend twice: build the cache without cuda_graph"
     elif managed.layers and len(list_sizes(managed.config)) > 1:
         why = "holds no steps of layers that differ in their heads: build the cache without cuda_graph"
-    elif managed.layers and find_lasting(layers) is None:
+    elif managed.layers and _find_lasting(layers) is None:
         why = "holds no steps of layers whose keys move at each, as those of sliding ones: build it without cuda_graph"
     elif managed.shard is not UNSHARDED:
         why = "holds no steps of a model that processes share: build the cache without cuda_graph"
@@ -104,7 +104,7 @@ class DecodeGraph:
     def run(self, cache: Any, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
         """What `compute(**kwargs)`, the decoder's own forward, returns with this cache."""
         step, layers = self._step, [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
-        lasting = find_lasting(cache.layers)
+        lasting = _find_lasting(cache.layers)
         in_place = lasting is not None and _are_same(lasting, self._lasting)
         followed = step is not None and in_place and self._facts[0]() is decoder and step.is_followed_by(layers)
         refused = self.failed or lasting is None
@@ -138,9 +138,8 @@ class DecodeGraph:
             for store in step.stores:
                 if store.bulk.offloaded:
                     store.bulk.find_in_place()
-        if self._graph is None:
-            if not self._capture(cache.layers, decoder, compute, kwargs, step):
-                return compute(**kwargs)
+        if self._graph is None and not self._capture(cache.layers, decoder, compute, kwargs, step):
+            return compute(**kwargs)
         if self._compared < COMPARED:
             return self._compare(compute, kwargs, step)
         assert self._result is not None
@@ -185,7 +184,7 @@ class DecodeGraph:
                 more = {name for name in result if name not in ("last_hidden_state", *CACHE_NAMES)}
                 if more:
                     raise NotImplementedError(f"the model returns {', '.join(sorted(more))}")
-                if (after := find_lasting(layers)) is None or not _are_same(after, self._lasting):
+                if (after := _find_lasting(layers)) is None or not _are_same(after, self._lasting):
                     raise NotImplementedError("states of its linear layers are other tensors after each pass")
                 flags = torch.stack([each.take_flags() for each in counters])  # [layers, batch, kv_heads, group, 1]
                 local = ~flags
@@ -238,6 +237,11 @@ class DecodeGraph:
                 torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for _ in step.layers
             ]
             return [(each, each.new_zeros(kv_heads)) for each in of_heads]
+
+
+def _find_lasting(layers: list[Any]) -> list[Tensor] | None:
+    """Of a cache's layers but ours, as `find_lasting`."""
+    return find_lasting([layer for layer in layers if not isinstance(layer, QAdALayer)])
 
 
 def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from . import Visit
-from .layer import QAdALayer
 
 
 def list_states(layer: Any) -> dict[Hashable, Tensor | None]:
@@ -17,12 +16,10 @@ def list_states(layer: Any) -> dict[Hashable, Tensor | None]:
 
 
 def find_lasting(layers: Iterable[Any]) -> list[Tensor] | None:
-    """All that layers but ours hold, if each pass writes it where it lies: states of linear layers. None, if one holds
-    keys, or what is past, which are other tensors after each pass."""
+    """All that transformers' layers hold, if each pass writes it where it lies: states of linear layers. None, if one
+    holds keys, or what is past, which are other tensors after each pass."""
     found = list[Tensor]()
     for layer in layers:
-        if isinstance(layer, QAdALayer):
-            continue
         if isinstance(layer, CacheLayerMixin) or getattr(layer, "record_past", False):
             return None
         if isinstance(layer, LinearAttentionCacheLayerMixin):

@@ -1,4 +1,4 @@
-"""Decode steps of hybrids as replays: their linear layers hold states, which a graph reads and writes where they lie."""
+"""Decode steps of hybrids as replays: a graph reads and writes states of linear layers where they lie."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def make(model: PreTrainedModel, **options: Any) -> QAdACache:
 
 def read(model: PreTrainedModel, cache: QAdACache, ids: torch.Tensor, *sizes: int) -> torch.Tensor:
     """Last logits of calls of so many tokens."""
-    calls = (model(input_ids=part.to(model.device), **pass_cache(cache), use_cache=True) for part in ids.split(sizes, 1))
-    return torch.cat([called.logits[:, -1] for called in calls])
+    parts = ids.to(model.device).split(sizes, dim=1)
+    return torch.cat([model(input_ids=part, **pass_cache(cache), use_cache=True).logits[:, -1] for part in parts])
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -78,9 +78,11 @@ def test_a_step_that_ended_in_a_linear_layer_is_refused(device: str) -> None:
     read(model, cache, ids[:, :66], 60, *[1] * 6)
     before = RecordedGraph.replays
     assert before
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+    token, told = ids[:, 66:67].to(device), {**pass_cache(cache), "output_hidden_states": True}  # which no graph gives
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache.layers[-1], "update_recurrent_state", lambda *_, **__: 1 / 0)
-        model(ids[:, 66:67].to(device), **pass_cache(cache), output_hidden_states=True)  # which no graph gives
+        with pytest.raises(ZeroDivisionError):
+            model(token, **told)
     with pytest.raises(RuntimeError, match="interrupted"):
         read(model, cache, ids[:, 67:68], 1)
     assert RecordedGraph.replays == before
