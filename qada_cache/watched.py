@@ -174,11 +174,11 @@ class WatchedCache(NoTensors, DynamicCache):
         if 0 <= progress.reached < layer_idx and not progress.changing:
             self._check_handed_back()
         elif progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
-            self._begin_pass()
+            self._begin_pass(layer_idx)
 
-    def _begin_pass(self) -> None:
-        """Raise if the last pass was interrupted; keep a snapshot of where it ended, if one is due."""
-        self._check_whole()
+    def _begin_pass(self, layer_idx: int = -1) -> None:
+        """Raise if the last pass was interrupted; keep a snapshot, if one is due. This layer may have written since."""
+        self._check_whole(layer_idx)
         if self._shared.snapshots is not None:
             self._shared.snapshots.begin_pass(self.layers, self._count_tokens())
 
@@ -197,10 +197,10 @@ class WatchedCache(NoTensors, DynamicCache):
         if 0 <= reached < len(self.layers) and isinstance(layer := self.layers[reached], QAdALayer):
             layer.check_attended()
 
-    def _check_whole(self) -> None:
+    def _check_whole(self, calling: int = -1) -> None:
         """Raise unless the last forward pass, or change, came through all layers: else they hold different tokens."""
         self._check_handed_back()
-        self._finish_pass()
+        self._finish_pass(calling)
         self._check_files()
         progress = self._shared.progress
         if progress.changing or 0 <= progress.reached < self._last_layer:
@@ -217,14 +217,15 @@ class WatchedCache(NoTensors, DynamicCache):
                     "changed: reset() or load it again, and replace such files by save() or a rename"
                 )
 
-    def _finish_pass(self) -> None:
+    def _finish_pass(self, calling: int = -1) -> None:
         """Note whether the last layer wrote as many of its states as earlier ones of its kind, which were whole. It is
-        done while they are still as it left them."""
+        done while they are still as it left them, but for those of a layer that is `calling`."""
         progress, last = self._shared.progress, self._last_layer
         if progress.reached != last:
             return
         if last in progress.visits:
-            alike = [index for index in progress.visits if self._find_kind(index) == self._find_kind(last)]
+            kind, visited = self._find_kind(last), progress.visits.keys() - {calling} | {last}
+            alike = [index for index in visited if self._find_kind(index) == kind]
             written = {index: find_written(self.layers[index], progress.visits[index]) for index in alike}
             if not all(states <= written[last] for states in written.values()):
                 progress.reached = last - 1

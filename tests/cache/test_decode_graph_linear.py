@@ -15,7 +15,7 @@ from qada_cache import QAdACache
 from qada_cache.versions import pass_cache
 
 # Of states of several kinds, and beside layers without any.
-TYPES = ("granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen3_5_text")
+TYPES = ("granitemoehybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5_text")
 
 
 def make(model: PreTrainedModel, **options: Any) -> QAdACache:
