@@ -39,7 +39,7 @@ def sampled_attention(
             read = group * begin
             if begin and block < whole:
                 sample = {"start": NEXT_BLOCK * (begin // together) + NEXT_HEAD * own.start}
-                lift = find_lift(scores, begin, threshold, sinks, **sample, capacity=max(BLOCK, tokens // 2))
+                lift = find_lift(scores, begin, threshold, sinks, **sample, capacity=max(BLOCK, tokens // 128 * 64))
                 scores[:, :, :begin] += lift[:, None]
                 read = int(lift.isfinite().sum())
             out[0, own, first : first + size] = (scores.softmax(dim=2) @ values[: begin + size]).to(out.dtype)

@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 from steps import interpreter
 
 from qada_cache.kernels.triton import selected_prompt
+from qada_cache.kernels.triton.prompt_kernels import TILE
 
 pytestmark = interpreter
 SCALING, SINKS = 0.15, 5
@@ -87,6 +88,7 @@ def test_a_sample(size: int) -> None:
                 written = [token << 9 | int(own[token]) for token in wanted][:capacity]
                 assert counts[head, block] == len(wanted)
                 assert chosen[head, block, : len(written)].tolist() == written
+                assert not chosen[head, block, len(written) : len(written) + TILE].any()
 
 
 @pytest.mark.parametrize(("call", "size"), [*zip(CALLS, SIZES, strict=True)], ids=str)
@@ -100,12 +102,13 @@ def test_attention_of_a_sample(call: tuple[Any, ...], size: int) -> None:
     ]
     items = torch.tensor([[token << 9 | share for token, share in each.items()][:80] for each in chosen])[:, None]
     out = torch.full((1, heads, tokens, value.shape[3]), torch.nan, dtype=dtype)
-    counts = torch.full((heads, 1), items.shape[2], dtype=torch.int32)
-    counts[1] += 1  # more than were written
+    counts = torch.full((heads, 1), count := items.shape[2], dtype=torch.int32)
+    items = torch.nn.functional.pad(items, (0, -count % TILE))
+    counts[1] = items.shape[2] + 1  # more than were written
     told = items.int().contiguous(), counts, out, begin // size, SCALING
     selected_prompt.read_sample(query, key, value, *told, block=size)
     for head in range(heads):
-        kept = dict(list(chosen[head].items())[: items.shape[2]])
+        kept = dict(list(chosen[head].items())[:count])
         if head == 1:
             kept = dict.fromkeys(range(begin), 256)
         group = head // (heads // kv_heads)

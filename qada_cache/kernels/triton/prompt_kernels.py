@@ -13,6 +13,8 @@ from .blocks import dot
 
 SHARES = 256  # steps of the probability to be read, which the low bits of a chosen token hold
 _SHARES, _BITS = tl.constexpr(SHARES), tl.constexpr(9)
+TILE = 64  # places of chosen tokens that are read at once, at most: lists have room for a multiple
+_TILE = tl.constexpr(TILE)
 _PEAK = tl.constexpr(240.0)  # of codes, which 8-bit floats hold
 FEW = 1024  # tokens: even shares are those of so many where there are fewer
 _FEW = tl.constexpr(FEW)
@@ -31,6 +33,16 @@ def load_rows(p_rows, o_rows, m_rows, s_row, D: tl.constexpr, BLOCK_D: tl.conste
     if D == BLOCK_D:
         return tl.load(p_block, mask=m_rows[:, None], other=0.0)
     return tl.load(p_block, mask=m_rows[:, None] & (o_dim < D)[None, :], other=0.0)
+
+
+@triton.jit
+def gather_rows(p_rows, o_rows, s_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As `load_rows`, of rows that are all there."""
+    o_dim = tl.arange(0, BLOCK_D)
+    p_block = p_rows + o_rows.to(tl.int64)[:, None] * s_row + o_dim[None, :]
+    if D == BLOCK_D:
+        return tl.load(p_block)
+    return tl.load(p_block, mask=(o_dim < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -94,8 +106,8 @@ def sample_kernel(
     p_shares, p_chosen, p_counts, first, past, columns, capacity, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Takes tokens where the sum of their probabilities passes a whole number, so that it says where they are written:
-    to `p_chosen` int32 `[heads, blocks, capacity]`, each with its probability. `p_counts` `[heads, blocks]` may be
-    above `capacity`: then not all were written."""
+    to `p_chosen` int32 `[heads, blocks, capacity]`, each with its probability, and zeros behind the last in its tile.
+    `p_counts` `[heads, blocks]` may be above `capacity`: then not all were written."""
     i_block, i_head = tl.program_id(0), tl.program_id(1)
     i_list = i_head.to(tl.int64) * tl.num_programs(0) + i_block
     begin = past + (first + i_block) * BLOCK_M
@@ -111,6 +123,8 @@ def sample_kernel(
         m_taken = (o_list > (b_passed - b_share) // _SHARES) & (o_list <= capacity)
         tl.store(p_chosen + o_list - 1, (o_tokens << _BITS) | b_share, mask=m_taken)
         passed += tl.sum(b_share, axis=0)
+    o_rest = passed // _SHARES + tl.arange(0, _TILE)
+    tl.store(p_chosen + o_rest, tl.zeros([_TILE], tl.int32), mask=o_rest < capacity)
     tl.store(p_counts + i_list, passed // _SHARES)
 
 
@@ -143,23 +157,22 @@ def read_kernel(
         b_values = load_rows(p_values, o_tokens, m_keys, s_value_token, V, BLOCK_V)
         b_scores = dot(b_query, tl.trans(b_keys)) * scaling
         b_scores = tl.where(o_tokens[None, :] <= o_queries[:, None], b_scores, float("-inf"))
-        b_max, b_sum, b_out = attend_finite(b_scores, b_values, b_max, b_sum, b_out)
+        b_max, b_sum, b_out = attend_finite(b_scores, 1.0, b_values, b_max, b_sum, b_out)
     count = tl.load(p_counts + i_list)
     all_tokens = count > capacity
     count = tl.where(all_tokens, begin, count)
     p_chosen += i_list * capacity
-    for start in range(0, count, BLOCK_N):
+    for start in range(0, count, BLOCK_N):  # without masks, which would be half of its instructions
         o_list = start + o_keys
-        m_keys = o_list < count
-        b_chosen = tl.load(p_chosen + o_list, mask=m_keys & (o_list < capacity), other=1)
-        b_chosen = tl.where(all_tokens, (o_list << _BITS) | _SHARES, b_chosen)
-        o_tokens = b_chosen >> _BITS
-        b_keys = load_rows(p_keys, o_tokens, m_keys, s_key_token, D, BLOCK_D)
-        b_values = load_rows(p_values, o_tokens, m_keys, s_value_token, V, BLOCK_V)
-        b_lift = _BITS - 1.0 - tl.log2((b_chosen & (2 * _SHARES - 1)).to(tl.float32))  # of its weight
-        b_lift = tl.where(m_keys, b_lift, float("-inf"))
-        b_scores = dot(b_query, tl.trans(b_keys)) * scaling + b_lift[None, :]
-        b_max, b_sum, b_out = attend_finite(b_scores, b_values, b_max, b_sum, b_out)
+        b_all = tl.where(o_list < count, (o_list << _BITS) | _SHARES, 0)
+        b_chosen = tl.where(all_tokens, b_all, tl.load(p_chosen + tl.minimum(o_list, capacity - 1)))
+        b_share = b_chosen & (2 * _SHARES - 1)
+        b_root = tl.rsqrt(tl.maximum(b_share, 1).to(tl.float32))  # one instruction, where a quotient takes thirteen
+        b_times = tl.where(b_share > 0, b_root * b_root * _SHARES, 0.0)
+        b_keys = gather_rows(p_keys, b_chosen >> _BITS, s_key_token, D, BLOCK_D)
+        b_values = gather_rows(p_values, b_chosen >> _BITS, s_value_token, V, BLOCK_V)
+        b_scores = dot(b_query, tl.trans(b_keys)) * scaling
+        b_max, b_sum, b_out = attend_finite(b_scores, b_times[None, :], b_values, b_max, b_sum, b_out)
     o_dim = tl.arange(0, BLOCK_V)
     p_out += i_row * s_out_row + i_head * s_out_head - past.to(tl.int64) * s_out_token
     p_block = p_out + o_queries.to(tl.int64)[:, None] * s_out_token + o_dim
@@ -168,10 +181,10 @@ def read_kernel(
 
 
 @triton.jit
-def attend_finite(b_scores, b_values, b_max, b_sum, b_out):
-    """As `blocks.attend`, of scores that are powers of two, where `b_max` is finite."""
+def attend_finite(b_scores, b_times, b_values, b_max, b_sum, b_out):
+    """As `blocks.attend`, of scores that are powers of two, with a finite `b_max`; a token counts so many times."""
     b_new = tl.maximum(b_max, tl.max(b_scores, axis=1))
-    b_weights = tl.exp2(b_scores - b_new[:, None])
+    b_weights = tl.exp2(b_scores - b_new[:, None]) * b_times
     b_decay = tl.exp2(b_max - b_new)
     b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
     return b_new, b_sum, b_out * b_decay[:, None] + dot(b_weights.to(b_values.dtype), b_values)

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .prompt_kernels import SHARES, read_kernel, sample_kernel, share_kernel
+from .prompt_kernels import SHARES, TILE, read_kernel, sample_kernel, share_kernel
 
 BLOCK = 128  # queries that read together
 SHORT, SHORT_BLOCK = 8192, 64  # prompts of fewer tokens lose less, by fewer pairs, if fewer queries share a sample
@@ -120,7 +120,7 @@ def _find_slice(first: int, blocks: int, heads: int, past: int, block: int) -> t
 
 
 def _find_capacity(tokens: int) -> int:
-    return max(BLOCK, tokens // MAX_SHARE)
+    return max(BLOCK, tokens // (MAX_SHARE * TILE) * TILE)
 
 
 def find_shares(
