@@ -12,7 +12,7 @@ from torch import Tensor
 from qada_cache.attention import exact
 
 FIRST, STRIDE, FEW, FLOOR = 64, 16, 1024, 1 / 64  # as the kernels have them
-BLOCK, SHORT, SHORT_BLOCK = 128, 8192, 64  # likewise
+BLOCK, SHORT, SHORT_BLOCK, TILE = 128, 8192, 64, 64  # likewise
 WHOLE = 256  # in these parts a probability is told
 NEXT_BLOCK, NEXT_HEAD = 159, 97  # steps of where sums of probabilities begin
 
@@ -38,8 +38,8 @@ def sampled_attention(
             scores[:, :, begin:].masked_fill_(torch.ones(size, size, dtype=torch.bool).triu(1), -torch.inf)
             read = group * begin
             if begin and block < whole:
-                sample = {"start": NEXT_BLOCK * (begin // together) + NEXT_HEAD * own.start}
-                lift = find_lift(scores, begin, threshold, sinks, **sample, capacity=max(BLOCK, tokens // 128 * 64))
+                start, capacity = NEXT_BLOCK * (begin // together) + NEXT_HEAD * own.start, tokens // (2 * TILE) * TILE
+                lift = find_lift(scores, begin, threshold, sinks, start=start, capacity=max(BLOCK, capacity))
                 scores[:, :, :begin] += lift[:, None]
                 read = int(lift.isfinite().sum())
             out[0, own, first : first + size] = (scores.softmax(dim=2) @ values[: begin + size]).to(out.dtype)

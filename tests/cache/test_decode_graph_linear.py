@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
+import graphed
 import pytest
 import torch
-from models import SMALL, prompt, tiny
+from models import prompt, tiny
 from recorded_graph import RecordedGraph
 from transformers import PreTrainedModel
 
@@ -17,9 +18,7 @@ from qada_cache.versions import pass_cache
 # Of states of several kinds, and beside layers without any.
 TYPES = ("granitemoehybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5_text")
 
-
-def make(model: PreTrainedModel, **options: Any) -> QAdACache:
-    return QAdACache(model, **SMALL, moments="current", token_threshold=0.0, **options)
+make = partial(graphed.make, token_threshold=0.0)
 
 
 def read(model: PreTrainedModel, cache: QAdACache, ids: torch.Tensor, *sizes: int) -> torch.Tensor:
