@@ -1,8 +1,7 @@
 """Prompts read by a sample, as GPUs read them (`qada_cache/kernels/triton/selected_prompt.py`), by torch: so what that
-loses is measured without a GPU. Shares are estimated in float32, or float64, and not rounded to the kernel's 8 bits."""
+loses is measured without a GPU."""
 
 import contextlib
-import math
 from collections.abc import Iterator
 from unittest import mock
 
@@ -10,11 +9,19 @@ import torch
 from torch import Tensor
 
 from qada_cache.attention import exact
+from qada_cache.kernels.sampled_prompt import (
+    NEXT_BLOCK,
+    NEXT_HEAD,
+    SHARES,
+    encode,
+    find_block,
+    find_capacity,
+    find_probabilities,
+    find_sum_stride,
+    find_whole,
+)
 
-FIRST, STRIDE, FEW, FLOOR = 64, 16, 1024, 1 / 64  # as the kernels have them
-BLOCK, SHORT, SHORT_BLOCK, TILE = 128, 8192, 64, 64  # likewise
-WHOLE = 256  # in these parts a probability is told
-NEXT_BLOCK, NEXT_HEAD = 159, 97  # steps of where sums of probabilities begin
+CODES = torch.float8_e4m3fn  # of queries and keys, as GPUs of capability 8.9 and above have them
 
 
 @torch.inference_mode()
@@ -24,45 +31,47 @@ def sampled_attention(
 ) -> Tensor:  # fmt: skip
     """As `triton.selected_prompt.selected_attention`, of one row; that says what it is told."""
     (heads, queries), (kv_heads, tokens) = query.shape[1:3], key.shape[1:3]
-    group, past, pairs = heads // kv_heads, tokens - queries, 0
-    together = SHORT_BLOCK if max(end, tokens) < SHORT else BLOCK
-    rest = max(end, tokens) - past
-    whole = min(-(-max(0, rest - window) // together), (rest - 1) // together)  # the first that reads everything
-    query, key, value = (part[0].to(torch.promote_types(part.dtype, torch.float32)) for part in (query, key, value))
-    for head, (keys, values) in enumerate(zip(key - key.mean(dim=1, keepdim=True), value, strict=True)):
-        own = slice(head * group, (head + 1) * group)
+    group, past, length, pairs = heads // kv_heads, tokens - queries, max(end, tokens), 0
+    together = find_block(length, max(query.shape[3], value.shape[3]))
+    whole, capacity = find_whole(length - past, window, together), find_capacity(tokens)
+    told = {"scaling": scaling, "threshold": threshold, "sinks": sinks, "stride": find_sum_stride(length)}
+    query, key, value = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (query, key, value))
+    codes, steps = encode(key, CODES)
+    for kv_head, (keys, values) in enumerate(zip(key[0], value[0], strict=True)):
+        group_heads = slice(kv_head * group, (kv_head + 1) * group)
         for block, first in enumerate(range(0, queries, together)):
-            begin, size = past + first, min(together, queries - first)
-            # Less the keys' mean, which no softmax shows.
-            scores = scaling * (query[own, first : first + size] @ keys[: begin + size].T)
-            scores[:, :, begin:].masked_fill_(torch.ones(size, size, dtype=torch.bool).triu(1), -torch.inf)
-            read = group * begin
+            begin, rows = past + first, query[0, group_heads, first : first + together]
+            parts = torch.full((group, begin), SHARES, dtype=query.dtype, device="cpu")
             if begin and block < whole:
-                start, capacity = NEXT_BLOCK * (begin // together) + NEXT_HEAD * own.start, tokens // (2 * TILE) * TILE
-                lift = find_lift(scores, begin, threshold, sinks, start=start, capacity=max(BLOCK, capacity))
-                scores[:, :, :begin] += lift[:, None]
-                read = int(lift.isfinite().sum())
-            out[0, own, first : first + size] = (scores.softmax(dim=2) @ values[: begin + size]).to(out.dtype)
-            pairs += read * size + group * size * (size + 1) // 2
+                parts = find_probabilities(rows, codes[0, kv_head], steps[0, kv_head], begin, **told)
+            for head, own, each in zip(range(group_heads.start, heads), rows, parts, strict=False):
+                taken, times = draw(each, NEXT_BLOCK * (begin // together) + NEXT_HEAD * head)
+                if len(taken) > capacity:
+                    taken, times = draw(torch.full_like(each, SHARES), 0)
+                attended = attend(scaling * own, keys, values, begin, taken, times)
+                out[0, head, first : first + together] = attended.to(out.dtype)
+                pairs += len(taken) * len(own) + len(own) * (len(own) + 1) // 2
     return torch.tensor(pairs)
 
 
-def find_lift(scores: Tensor, begin: int, threshold: float, sinks: int, *, start: int, capacity: int) -> Tensor:
-    """What is added to the scores of the `begin` tokens before a block, of `scores` `[group, queries, tokens]`: the
-    logarithm of how often one counts, `-inf` if it is not taken, `[group, begin]`. The group's first head has passed
-    `start` parts."""
-    far, near = scores[:, :, :begin], scores[:, :, begin:]
-    rest = far[:, :, FIRST + STRIDE // 2 :: STRIDE] + math.log(STRIDE)
-    met = torch.cat([near, far[:, :, :FIRST], rest], dim=2).logsumexp(dim=2, keepdim=True)
-    shares = (far - met).exp().amax(dim=1)
-    parts = (WHOLE * shares * max(begin, FEW) / threshold).clamp(WHOLE * FLOOR, WHOLE).ceil()
-    parts[:, :sinks] = WHOLE
-    starts = (start + NEXT_HEAD * torch.arange(len(far))) % WHOLE
-    passed = starts[:, None] + parts.long().cumsum(dim=1)
-    taken = passed // WHOLE > (passed - parts.long()) // WHOLE
-    lift = (WHOLE / parts).log().masked_fill(~taken, -torch.inf)
-    crowded = taken.sum(dim=1, keepdim=True) > capacity
-    return lift.masked_fill(crowded, 0.0)
+def attend(queries: Tensor, keys: Tensor, values: Tensor, begin: int, taken: Tensor, times: Tensor) -> Tensor:
+    """Of a block of queries over itself, from the token `begin` on, and over those `taken`, which count so many times:
+    `[queries, dim]`."""
+    size = len(queries)
+    read = torch.cat([taken, torch.arange(begin, begin + size, device="cpu")])
+    scores = queries @ keys[read].T
+    scores[:, : len(taken)] += times.log()
+    later = torch.ones(size, size, dtype=torch.bool, device="cpu").triu(1)
+    scores[:, len(taken) :].masked_fill_(later, -torch.inf)
+    return scores.softmax(dim=1) @ values[read]
+
+
+def draw(parts: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """The tokens that are read by probabilities `[tokens]` in `SHARES`, and how often each counts; `start` have passed
+    before."""
+    passed = start % SHARES + parts.long().cumsum(dim=0)
+    taken = (passed // SHARES > (passed - parts.long()) // SHARES).nonzero()[:, 0]
+    return taken, SHARES / parts[taken]
 
 
 @contextlib.contextmanager

@@ -10,11 +10,12 @@ from torch import Tensor
 from ..said_once import warn_once
 from .choice import AUTO_DEVICES, explain_unsupported
 from .reference import find_fault, partial_attention
+from .sampled_prompt import BLOCK, SHARES, SHORT, encode, find_block, find_probabilities
 
 logger = logging.getLogger(__name__)
 MAX_DIM = 256  # of heads, of which a program holds a block of queries and blocks of keys
 MIN_TOKENS = 1024  # of a prompt: a shorter one takes no time
-TRIED_TOKENS, LOW = 300, 1e-9  # at such a threshold every token is read
+TRIED_TOKENS, LOW, HIGH = 300, 1e-9, 100.0  # at the low threshold every token is read
 
 
 def find_selected_attention(
@@ -40,7 +41,7 @@ def find_selected_attention(
                 reason = f"its kernel has up to {selected_prompt.MAX_TOKENS} tokens, not {tokens}"
             else:
                 sizes = {"group": heads // key.shape[1], "dim": dim, "value_dim": value.shape[3]}
-                blocks = {selected_prompt.find_block(length, max(dim, value.shape[3])) for length in lengths}
+                blocks = {find_block(length, max(dim, value.shape[3])) for length in lengths}
                 faults = (_find_prompt_fault(query.device, query.dtype, **sizes, block=block) for block in blocks)
                 reason = next(filter(None, faults), None)
         if reason is None:
@@ -53,7 +54,8 @@ def find_selected_attention(
 def _find_prompt_fault(
     device: torch.device, dtype: torch.dtype, *, group: int, dim: int, value_dim: int, block: int
 ) -> str | None:
-    """As `decode_trial.find_decode_fault`, of a short prompt, or the beginning of one, of which everything is read."""
+    """As `decode_trial.find_decode_fault`, of a short prompt, or the beginning of one, of which everything is read; and
+    of one block's probabilities at a higher threshold, which a rounded code may change by a little."""
     from .triton import selected_prompt
 
     made = torch.Generator("cpu").manual_seed(0)
@@ -63,15 +65,23 @@ def _find_prompt_fault(
         for heads, size in shapes
     ]
     keys, values = (part.repeat_interleave(group, dim=1) for part in call[1:])
-    end = selected_prompt.SHORT if block == selected_prompt.BLOCK else TRIED_TOKENS
-    told = {"scaling": dim**-0.5, "threshold": LOW, "sinks": 1, "window": 1, "end": end}
+    end, begin = SHORT if block == BLOCK else TRIED_TOKENS, block
+    told = {"scaling": dim**-0.5, "sinks": 1}
+    sharing = told | {"threshold": HIGH, "stride": 16}
 
     def compute() -> tuple[Tensor, ...]:
         query, key, value = (part.to(device) for part in call)
         out = query.new_zeros(*query.shape[:3], value_dim)
-        pairs = selected_prompt.selected_attention(query, key, value, out=out, **told)
-        return out.cpu(), pairs.cpu()
+        pairs = selected_prompt.selected_attention(query, key, value, out=out, **told, threshold=LOW, window=1, end=end)
+        coded = encode(key, selected_prompt.find_code_type(key))
+        shares = selected_prompt.find_shares(query, *coded, 1, 1, **sharing, block=block)[:, 0, :begin]
+        return out.cpu(), pairs.cpu(), ((shares.cpu().float() + 1) / SHARES).to(torch.bfloat16)
 
     expected = partial_attention(call[0], keys, values, scaling=dim**-0.5, causal=True)[0]
     pairs = torch.tensor(group * TRIED_TOKENS * (TRIED_TOKENS + 1), dtype=torch.int64, device="cpu")
-    return find_fault(compute, (expected.to(dtype), pairs))
+    codes, steps = encode(call[1], selected_prompt.find_code_type(call[1].to(device)))
+    shares = [
+        find_probabilities(queries, codes[0, head], steps[0, head], begin, **sharing)
+        for head, queries in enumerate(call[0][0, :, block : 2 * block].split(group))
+    ]
+    return find_fault(compute, (expected.to(dtype), pairs, (torch.cat(shares) / SHARES).to(torch.bfloat16)))

@@ -10,6 +10,7 @@ import torch
 from eval import prompts
 from eval.shared import sampled
 from eval.shared.tables import read
+from qada_cache.kernels import sampled_prompt
 from qada_cache.kernels.cpu import prompt
 
 
@@ -49,8 +50,10 @@ def test_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_samples_of_prompts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch, of the tokens that float64's other definition takes, as often as it counts them."""
-    monkeypatch.setattr(sampled, "SHORT", 700 if size == 128 else 701)
+    """By torch, of the tokens that float64's other definition takes, as often as it counts them: by scores that are
+    not rounded."""
+    monkeypatch.setattr(sampled, "CODES", torch.float64)
+    monkeypatch.setattr(sampled_prompt, "SHORT", 700 if size == 128 else 701)
     made = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 700, 16, generator=made).double() for heads in (4, 2, 2))
     told, out = {"scaling": 0.5, "threshold": 60.0, "sinks": 5}, torch.empty(1, 4, 700, 16, dtype=torch.float64)
@@ -60,7 +63,7 @@ def test_samples_of_prompts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         own = query[0, head], key[0, head // 2]
         for block in range(blocks := -(-700 // size)):
             begin, some = block * size, block < blocks - 1
-            found = reference.probabilities(*own, begin, size, **told, floor=1 / 64).ceil().int()
+            found = reference.probabilities(*own, begin, size, **told, floor=1 / 64, stride=16).ceil().int()
             taken = reference.sample(found, block, head) if some else range(begin)
             chosen = {token: int(found[token]) if some else 256 for token in taken}
             rows = slice(begin, begin + size)

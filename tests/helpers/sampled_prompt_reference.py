@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 
 FIRST = 64  # tokens that are all scored for the sum that shares are of
-STRIDE = 16  # others of which one is scored for the sum that shares are of
 FEW = 1024
 
 
 def probabilities(
-    query: Tensor, key: Tensor, begin: int, size: int, *, scaling: float, threshold: float, sinks: int, floor: float
-) -> Tensor:
+    query: Tensor, key: Tensor, begin: int, size: int, *, scaling: float, threshold: float, sinks: int, floor: float,
+    stride: int,
+) -> Tensor:  # fmt: skip
     """Float64 256ths, before they are rounded up, that a block of queries `[tokens, dim]` gives each token before it.
 
-    Shares are of their own block's tokens, the `FIRST` ones, and one of each `STRIDE` others for all of these.
+    Shares are of their own block's tokens, the `FIRST` ones, and one of each `stride` others for all of these.
     """
     own = torch.arange(begin, min(begin + size, len(query)))
     centred = key.double() - key.double().mean(0)
     scores = scaling * query[own].double() @ centred.T
     near = scores[:, begin : begin + size].masked_fill(own > own[:, None], -torch.inf)
     seen = torch.cat([near, scores[:, : min(FIRST, begin)]], 1)
-    sample = torch.arange(begin)[FIRST + STRIDE // 2 :: STRIDE]
-    met = torch.cat([seen, scores[:, sample] + torch.tensor(STRIDE).log()], 1).logsumexp(1)
+    sample = torch.arange(begin)[FIRST + stride // 2 :: stride]
+    met = torch.cat([seen, scores[:, sample] + torch.tensor(stride).log()], 1).logsumexp(1)
     shares = (scores[:, :begin] - met[:, None]).exp().amax(0)
     found = (256 * shares * max(begin, FEW) / threshold).clamp(min=256 * floor, max=256)
     found[:sinks] = 256

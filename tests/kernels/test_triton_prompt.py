@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from models import exact, prompt, tiny
 from torch import Tensor
 
 from qada_cache.attention.exact import attend_to_prompt
-from qada_cache.kernels import prompt_choice
+from qada_cache.kernels import prompt_choice, sampled_prompt
 from qada_cache.kernels.operands import Query
+from qada_cache.kernels.sampled_prompt import FLOOR, TILE, encode
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
 
@@ -22,7 +24,6 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 from steps import interpreter
 
 from qada_cache.kernels.triton import selected_prompt
-from qada_cache.kernels.triton.prompt_kernels import TILE
 
 pytestmark = interpreter
 SCALING, SINKS = 0.15, 5
@@ -50,28 +51,55 @@ def tensors(tokens: int, heads: int, kv_heads: int, dim: int, value_dim: int, dt
     return [(2.5 * query / spread).to(dtype), key.to(dtype), value.to(dtype)]
 
 
-def find_shares(query: Tensor, key: Tensor, block: int, size: int, threshold: float) -> Tensor:
+def find_shares(
+    query: Tensor, coded: tuple[Tensor, Tensor], block: int, size: int, scaling: float, stride: int = 16
+) -> Tensor:
     """256ths of one block, for each head."""
-    codes, steps = selected_prompt.encode(key)
-    told = {"scaling": SCALING, "threshold": threshold, "sinks": SINKS, "block": size}
-    shares = selected_prompt.find_shares(query, codes, steps, block, 1, **told)
-    return shares[:, 0].int() + 1
+    told = {"scaling": scaling, "threshold": 100.0, "sinks": SINKS, "block": size, "stride": stride}
+    return selected_prompt.find_shares(query, *coded, block, 1, **told)[:, 0, : block * size].int() + 1
+
+
+def check_shares(found: Tensor, wanted: Tensor, off: float) -> None:
+    """They are rounded up, and no share is more than `off`."""
+    assert 1 < wanted.mean() < 250
+    assert (found >= torch.ceil(wanted * (1 - off)).clamp_min(4).int()).all()
+    assert (found <= torch.ceil(wanted * (1 + off)).clamp_max(256).int()).all()
 
 
 @pytest.mark.parametrize(("call", "size"), [*zip(CALLS, SIZES, strict=True)], ids=str)
 def test_probabilities(call: tuple[Any, ...], size: int) -> None:
     query, key, _ = tensors(*call)
     tokens, heads, kv_heads, *_, dtype = call
+    told = {"scaling": SCALING, "threshold": 100.0, "sinks": SINKS, "floor": FLOOR, "stride": 16}
     for block in (1, (tokens - 1) // size):
-        found = find_shares(query, key, block, size, 100.0)
-        told = {"scaling": SCALING, "threshold": 100.0, "sinks": SINKS, "floor": selected_prompt.FLOOR}
+        found = find_shares(query, encode(key, dtype), block, size, SCALING)
         for head in range(heads):
             own = query[0, head], key[0, head // (heads // kv_heads)]
-            wanted = reference.probabilities(*own, block * size, size, **told)
-            assert 1 < wanted.mean() < 250
             off = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]  # of codes in such numbers
-            assert (found[head] >= torch.ceil(wanted * (1 - off)).clamp_min(4).int()).all()
-            assert (found[head] <= torch.ceil(wanted * (1 + off)).clamp_max(256).int()).all()
+            check_shares(found[head], reference.probabilities(*own, block * size, size, **told), off)
+
+
+@pytest.mark.parametrize(("step", "stride", "size"), [(1.0, 16, 64), (0.125, 48, 128), (2**-11, 16, 64)])
+def test_probabilities_by_codes_of_eight_bits(
+    step: float, stride: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device of capability 9.0, by wide tiles, the last of which reaches beyond the tokens to choose from. Sums
+    of products are in 16 bits. Also of scores so alike that the logarithm of the sum of their exponentials, in their
+    own unit, would be no such number. Queries are such codes: Triton's interpreter rounds others otherwise than a GPU.
+    """
+    monkeypatch.setattr(selected_prompt, "find_capability", lambda _: (9, 0))
+    made, scaling = torch.Generator().manual_seed(0), math.log(2) / 8
+    query, key = (torch.randn(1, heads, 333, 64, generator=made) for heads in (2, 1))
+    query = (3 * query).round().clamp(-15, 15)
+    query[..., 0] = 15
+    codes = (2 * key).to(torch.float8_e4m3fn)
+    told = {"scaling": scaling * step, "threshold": 100.0, "sinks": SINKS, "floor": FLOOR}
+    for block in (1, 332 // size):
+        found = find_shares(query, (codes, torch.full((1, 1), step)), block, size, scaling, stride)
+        for head in range(2):
+            own = query[0, head], codes[0, 0].float()
+            wanted = reference.probabilities(*own, block * size, size, **told, stride=stride)
+            check_shares(found[head], wanted, 0.03)
 
 
 @pytest.mark.parametrize("size", [BLOCK, selected_prompt.BLOCK])
@@ -139,7 +167,7 @@ def test_a_low_threshold_reads_everything() -> None:
 
 def test_what_is_not_read_is_stood_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of samples cancel: those of a mean over many are far smaller than each one's own."""
-    monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
+    monkeypatch.setattr(sampled_prompt, "MAX_SHARE", 1)
     query, key, value = tensors(384, 1, 1, 64, 64, torch.float32)
     query = (query / 2.5).expand(1, 8, -1, -1).contiguous()  # heads alike but for their samples
     exact, (out, pairs) = in_float64(query, key, value), attend([query, key, value], 1500.0, window=0)
@@ -152,7 +180,7 @@ def test_the_last_queries_read_everything(monkeypatch: pytest.MonkeyPatch) -> No
     """The blocks that have no others do, and the last block, in every slice of blocks."""
     call = tensors(400, 2, 1, 64, 64, torch.float32)
     exact = in_float64(*call)
-    monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
+    monkeypatch.setattr(sampled_prompt, "MAX_SHARE", 1)
     for most, window, whole in ((2**26, 9, 384), (2**26, 0, 384), (2**26, 112, 320), (600, 112, 320)):
         monkeypatch.setattr(selected_prompt, "MAX_CHOSEN", most)
         out, pairs = attend(call, 1500.0, window)
@@ -166,7 +194,7 @@ def test_keys_that_hardly_differ(spread: float) -> None:
     """Of numbers of a dtype with a small range, too, all are read where the threshold says so."""
     query, key, value = tensors(300, 2, 1, 64, 64, torch.float16)
     key = (0.5 + spread * torch.randn(key.shape, generator=torch.Generator().manual_seed(0))).half()
-    assert selected_prompt.encode(key)[0].isfinite().all()
+    assert encode(key, key.dtype)[0].isfinite().all()
     out, pairs = attend([100 * query, key, value], 1e-9)
     assert pairs == 2 * 300 * 301 // 2
     assert (out - in_float64(100 * query, key, value)).abs().max() < 2e-3
@@ -176,7 +204,7 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     call = tensors(520, 2, 1, 64, 64, torch.float32)
     whole = attend(call, 300.0)
     monkeypatch.setattr(selected_prompt, "MAX_CHOSEN", 600)
-    monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
+    monkeypatch.setattr(sampled_prompt, "MAX_SHARE", 1)
     several = attend(call, 300.0)
     monkeypatch.setattr(selected_prompt, "MAX_CHOSEN", 2**26)
     assert torch.equal(several[0], attend(call, 300.0)[0])
@@ -197,8 +225,8 @@ def attend_in_chunks(call: list[Tensor], cuts: list[int], threshold: float) -> t
 
 def test_chunks_of_blocks_are_read_as_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same codes: the last chunk alone has the last queries, also where that is less than a block."""
-    monkeypatch.setattr(selected_prompt, "encode", lambda key: (key.contiguous(), torch.ones(*key.shape[:2])))
-    monkeypatch.setattr(selected_prompt, "MAX_SHARE", 1)
+    monkeypatch.setattr(selected_prompt, "encode", lambda key, _: (key.contiguous(), torch.ones(*key.shape[:2])))
+    monkeypatch.setattr(sampled_prompt, "MAX_SHARE", 1)
     call = tensors(517, 4, 2, 64, 48, torch.float32)
     wanted, pairs = attend(call, 300.0, 9)
     for cuts in ([128, 448], [384, 512]):
@@ -265,6 +293,22 @@ def test_what_it_does_not_serve_is_exact(monkeypatch: pytest.MonkeyPatch) -> Non
         assert select("triton", monkeypatch, **more)[0] is None
     monkeypatch.setattr(prompt_choice, "_find_prompt_fault", lambda *_, **__: "it is off")
     assert select("triton", monkeypatch)[1].counters.prompt_read_pairs == 0
+
+
+@pytest.mark.parametrize("block", [BLOCK, sampled_prompt.BLOCK])
+def test_a_trial_finds_probabilities_that_are_off(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = prompt_choice._find_prompt_fault.__wrapped__
+    told = torch.device("cpu"), torch.bfloat16
+    sizes = {"group": 2, "dim": 64, "value_dim": 48, "block": block}
+    assert find(*told, **sizes) is None
+    own = selected_prompt.find_shares
+    for off in (1.3, 0.8):
+        monkeypatch.setattr(
+            selected_prompt,
+            "find_shares",
+            lambda *call, off=off, **more: own(*call, **more | {"threshold": more["threshold"] * off}),
+        )
+        assert "off by" in find(*told, **sizes)
 
 
 @pytest.mark.parametrize("lengths", [(300, 261), (190, 300)], ids=str)

@@ -4,25 +4,16 @@ Names as in `kernels.py`. A program is one block of queries of one head; blocks 
 launch, and from the first query, which has `past` tokens before it; heads of all rows.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
-from .blocks import dot
+from .. import sampled_prompt as _prompt
+from .blocks import _INTERPRETED, dot
 
-SHARES = 256  # steps of the probability to be read, which the low bits of a chosen token hold
-_SHARES, _BITS = tl.constexpr(SHARES), tl.constexpr(9)
-TILE = 64  # places of chosen tokens that are read at once, at most: lists have room for a multiple
-_TILE = tl.constexpr(TILE)
-_PEAK = tl.constexpr(240.0)  # of codes, which 8-bit floats hold
-FEW = 1024  # tokens: even shares are those of so many where there are fewer
-_FEW = tl.constexpr(FEW)
-FIRST = 64  # tokens that are all scored for the sum that shares are of, which sinks dominate
-_FIRST = tl.constexpr(FIRST)
-STRIDE = 16  # others of which one is scored for the sum that shares are of
-_STRIDE, _LIFT = tl.constexpr(STRIDE), tl.constexpr(math.log2(STRIDE))
-_NEXT_BLOCK, _NEXT_HEAD = tl.constexpr(159), tl.constexpr(97)  # steps of where sampling begins, SHARES a round
+_SHARES, _BITS = tl.constexpr(_prompt.SHARES), tl.constexpr(9)  # the low bits of a chosen token hold its probability
+_TILE, _FEW, _FIRST = tl.constexpr(_prompt.TILE), tl.constexpr(_prompt.FEW), tl.constexpr(_prompt.FIRST)
+_PEAK, _LEAST_UNIT = tl.constexpr(_prompt.PEAK), tl.constexpr(_prompt.LEAST_UNIT)
+_NEXT_BLOCK, _NEXT_HEAD = tl.constexpr(_prompt.NEXT_BLOCK), tl.constexpr(_prompt.NEXT_HEAD)
 
 
 @triton.jit
@@ -46,16 +37,27 @@ def gather_rows(p_rows, o_rows, s_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def dot_codes(b_a, b_b):
+    """Matrix product of codes: of 8 bits in float16, of which two are compared at once."""
+    if b_a.dtype.primitive_bitwidth > 8:
+        return dot(b_a, b_b)
+    if _INTERPRETED:
+        return dot(b_a, b_b).to(tl.float16)
+    return tl.dot(b_a, b_b, out_dtype=tl.float16)
+
+
+@triton.jit
 def add_scores(b_scores, b_max, b_sum):
     """Take scores [rows, tokens], powers of two, into running sums; `b_max` is finite."""
     b_new = tl.maximum(b_max, tl.max(b_scores, axis=1))
     return b_new, b_sum * tl.exp2(b_max - b_new) + tl.sum(tl.exp2(b_scores - b_new[:, None]), axis=1)
 
 
-@triton.jit(do_not_specialize=["first", "past", "tokens", "columns", "sinks"])
+@triton.jit(do_not_specialize=["first", "past", "tokens", "columns", "sinks", "stride"])
 def share_kernel(
     p_query, p_codes, p_steps, p_shares,
-    s_query_row, s_query_head, s_query_token, heads, first, past, tokens, columns, sinks, scaling, threshold, floor,
+    s_query_row, s_query_head, s_query_token, heads, first, past, tokens, columns, sinks, stride, scaling, threshold,
+    floor,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The probabilities, in `SHARES`, less one, by which a block of queries is to read each token before it: uint8
@@ -67,11 +69,11 @@ def share_kernel(
     p_codes += i_head // G * tokens * D
     p_shares += (i_head * tl.num_programs(0) + i_block) * columns
     b_query = load_rows(p_query, o_queries, o_queries < tokens, s_query_token, D, BLOCK_D).to(tl.float32)
-    peak = tl.maximum(tl.max(tl.abs(b_query)), 1e-20)
-    b_query = (b_query * (1.0 / peak * _PEAK)).to(p_codes.dtype.element_ty)
-    unit = peak * tl.load(p_steps + i_head // G) * scaling / _PEAK  # of products, in powers of two
+    step = tl.load(p_steps + i_head // G) * scaling
+    unit = tl.maximum(tl.max(tl.abs(b_query)) * step / _PEAK, _LEAST_UNIT)  # of products, in powers of two
+    b_query = (b_query * (step / unit)).to(p_codes.dtype.element_ty)
 
-    # What the queries see: their own block and the first tokens, and of the others one of every STRIDE.
+    # What the queries see: their own block and the first tokens, and of the others one of every `stride`.
     b_max, b_sum = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for start in range(begin, begin + BLOCK_M, BLOCK_N):
         b_codes = load_rows(p_codes, start + o_keys, start + o_keys < tokens, D, D, BLOCK_D)
@@ -81,24 +83,25 @@ def share_kernel(
     m_keys = o_keys < tl.minimum(begin, _FIRST)
     b_scores = dot(b_query, tl.trans(load_rows(p_codes, o_keys, m_keys, D, D, BLOCK_D))) * unit
     b_max, b_sum = add_scores(tl.where(m_keys[None, :], b_scores, float("-inf")), b_max, b_sum)
-    for start in range(_FIRST, begin, BLOCK_N * _STRIDE):
-        o_sample = start + o_keys * _STRIDE + _STRIDE // 2
+    lift = tl.log2(stride.to(tl.float32))
+    for start in range(_FIRST, begin, BLOCK_N * stride):
+        o_sample = start + o_keys * stride + stride // 2
         m_keys = o_sample < begin
         b_scores = dot(b_query, tl.trans(load_rows(p_codes, o_sample, m_keys, D, D, BLOCK_D))) * unit
-        b_scores = tl.where(m_keys[None, :], b_scores + _LIFT, float("-inf"))
+        b_scores = tl.where(m_keys[None, :], b_scores + lift, float("-inf"))
         b_max, b_sum = add_scores(b_scores, b_max, b_sum)
     # The largest share that a query gives a token, in units of `threshold` even shares.
     b_bar = tl.where(o_queries < tokens, (b_max + tl.log2(b_sum)) / unit, float("inf"))
     wanted = tl.maximum(begin, _FEW).to(tl.float32) * _SHARES / threshold
     b_turned = tl.trans(b_query)
-    for start in range(0, begin, BLOCK_N):
+    for start in range(0, begin, BLOCK_N):  # without masks: rows of shares have room for whole tiles
         o_tokens = start + o_keys
-        m_keys = o_tokens < begin
-        b_products = dot(load_rows(p_codes, o_tokens, m_keys, D, D, BLOCK_D), b_turned)
-        b_best = tl.max(b_products - b_bar[None, :], axis=1) * unit
+        b_codes = gather_rows(p_codes, tl.minimum(o_tokens, tokens - 1), D, D, BLOCK_D)
+        b_products = dot_codes(b_codes, b_turned)
+        b_best = tl.max(b_products - b_bar.to(b_products.dtype)[None, :], axis=1).to(tl.float32) * unit
         b_share = tl.minimum(tl.maximum(tl.exp2(tl.minimum(b_best, 10.0)) * wanted, floor), 1.0 * _SHARES)
         b_share = tl.where(o_tokens < sinks, 1.0 * _SHARES, b_share)
-        tl.store(p_shares + o_tokens, (tl.ceil(b_share) - 1.0).to(tl.uint8), mask=m_keys)
+        tl.store(p_shares + o_tokens, (tl.ceil(b_share) - 1.0).to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=["first", "past", "columns", "capacity"])

@@ -13,18 +13,25 @@ import torch
 import triton
 from torch import Tensor
 
-from .prompt_kernels import SHARES, TILE, read_kernel, sample_kernel, share_kernel
+from ..sampled_prompt import (
+    BLOCK,
+    BROAD,
+    FLOOR,
+    SHARES,
+    SHORT_BLOCK,
+    encode,
+    find_block,
+    find_capacity,
+    find_sum_stride,
+    find_whole,
+)
+from .prompt_kernels import read_kernel, sample_kernel, share_kernel
 
-BLOCK = 128  # queries that read together
-SHORT, SHORT_BLOCK = 8192, 64  # prompts of fewer tokens lose less, by fewer pairs, if fewer queries share a sample
-FLOOR = 1 / 64  # of the probability to be read
-MAX_SHARE = 2  # a block that chooses more than a part of the tokens in so many reads all of them
 MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and half as much for probabilities
 MAX_TOKENS = 2**22  # that a chosen token's bits can name
-BROAD = 128  # channels: of heads of more, blocks are short, and programs wide
 SHARING = {BLOCK: {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}}
 SHARING[SHORT_BLOCK] = {**SHARING[BLOCK], "num_warps": 4}
-# Of devices where groups of warps multiply. Of 128 registers two spill for 128 channels in groups of one.
+# Of devices where groups of warps multiply.
 WIDE = {BLOCK: {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}}
 WIDE[SHORT_BLOCK] = {**WIDE[BLOCK], "num_warps": 4, "maxnreg": 168}
 SHARING_BROAD = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
@@ -34,7 +41,6 @@ READING[SHORT_BLOCK] = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
 READING_RAGGED = {**READING[BLOCK], "BLOCK_N": 32}  # of heads that fill no block, whose masks take registers
 READING_BROAD = {**READING_RAGGED, "num_stages": 2}
 LOG2E = math.log2(math.e)
-CODE_PEAK = 240.0
 
 
 def selected_attention(
@@ -60,8 +66,8 @@ def selected_attention(
     """
     batch, heads, queries = query.shape[:3]
     tokens, past = key.shape[2], key.shape[2] - queries
-    codes, steps = encode(key)
-    block = find_block(max(end, tokens), max(query.shape[3], value.shape[3]))
+    codes, steps = encode(key, find_code_type(key))
+    block, stride = find_block(max(end, tokens), max(query.shape[3], value.shape[3])), find_sum_stride(max(end, tokens))
     blocks = -(-queries // block)
     begins = past + torch.arange(blocks, dtype=torch.int64, device=query.device) * block
     sizes = (tokens - begins).clamp_max(block)
@@ -71,7 +77,7 @@ def selected_attention(
         while first < blocks:
             some, capacity = _find_slice(first, blocks, batch * heads, past, block)
             told = query, codes, steps, first, some
-            shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks, block=block)
+            shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks, block=block, stride=stride)
             chosen, counts = draw(shares, first, capacity, past, block=block)
             counts[:, max(0, whole - first) :] = capacity + 1
             read_sample(query, key, value, chosen, counts, out, first, scaling, block=block)
@@ -79,26 +85,6 @@ def selected_attention(
             pairs += (torch.where(counts > capacity, begins[of], counts) * sizes[of]).sum()
             first += some
     return pairs
-
-
-def find_block(tokens: int, dim: int) -> int:
-    """Queries of a prompt of so many tokens that read together, with heads of up to `dim` channels."""
-    return SHORT_BLOCK if tokens < SHORT or dim > BROAD else BLOCK
-
-
-def find_whole(queries: int, window: int, block: int) -> int:
-    """The first block that reads everything, of so many queries from the first block to the prompt's end."""
-    return min(-(-max(0, queries - window) // block), (queries - 1) // block)
-
-
-def encode(key: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes `[batch, kv_heads, tokens, dim]` of keys less their mean, and the step of each head `[batch, kv_heads]`."""
-    centred = key - key.mean(dim=2, keepdim=True, dtype=torch.float32).to(key.dtype)
-    least = max(1e-20, 2 * CODE_PEAK / torch.finfo(key.dtype).max)  # for scales that are numbers of the dtype
-    peaks = centred.abs().amax(dim=(2, 3)).float().clamp_min(least)
-    scales = (CODE_PEAK / peaks).to(key.dtype)
-    codes = centred.mul_(scales[:, :, None, None])
-    return codes.to(find_code_type(key)).contiguous(), 1 / scales.float()
 
 
 def find_code_type(key: Tensor) -> torch.dtype:
@@ -114,29 +100,25 @@ def find_capability(device: torch.device) -> tuple[int, int]:
 def _find_slice(first: int, blocks: int, heads: int, past: int, block: int) -> tuple[int, int]:
     """How many blocks from `first` on are computed at once, and the tokens that each has room to choose."""
     some = blocks - first
-    while some > 1 and heads * some * _find_capacity(past + (first + some) * block) > MAX_CHOSEN:
+    while some > 1 and heads * some * find_capacity(past + (first + some) * block) > MAX_CHOSEN:
         some = -(-some // 2)
-    return some, _find_capacity(past + (first + some) * block)
-
-
-def _find_capacity(tokens: int) -> int:
-    return max(BLOCK, tokens // (MAX_SHARE * TILE) * TILE)
+    return some, find_capacity(past + (first + some) * block)
 
 
 def find_shares(
     query: Tensor, codes: Tensor, steps: Tensor, first: int, blocks: int, *, scaling: float, threshold: float,
-    sinks: int, block: int,
+    sinks: int, block: int, stride: int,
 ) -> Tensor:  # fmt: skip
     """What `share_kernel` writes of so many blocks from `first` on: uint8 `[batch * heads, blocks, tokens before the
-    last block]`."""
+    last block, and room for a whole BLOCK of them]`."""
     (batch, heads, queries, dim), tokens = query.shape, codes.shape[2]
     past = tokens - queries
-    columns = past + (first + blocks - 1) * block
+    columns = -(-(past + (first + blocks - 1) * block) // BLOCK) * BLOCK
     shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=query.device)
     sharing = WIDE if find_capability(query.device)[0] == 9 else SHARING
     share_kernel[blocks, batch * heads](
-        query, codes, steps, shares, *query.stride()[:3], heads, first, past, tokens, columns, sinks, scaling * LOG2E,
-        threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=block,
+        query, codes, steps, shares, *query.stride()[:3], heads, first, past, tokens, columns, sinks, stride,
+        scaling * LOG2E, threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=block,
         **(SHARING_BROAD if dim > BROAD else sharing[block]),
     )  # fmt: skip
     return shares
