@@ -89,7 +89,7 @@ def test_sweep_of_selected_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Each threshold's prompts are read once for both of its variants; a table of exact ones goes on."""
     called: list[float] = []
     original = selected_prompt.selected_attention
-    monkeypatch.setattr(selected_prompt, "FAR", 192)
+    monkeypatch.setattr(selected_prompt, "LEAST_FAR", 192)
     monkeypatch.setattr(
         selected_prompt,
         "selected_attention",

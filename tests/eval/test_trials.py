@@ -188,7 +188,7 @@ def test_every_way_on_models_of_other_kinds(family: str, document: Document) -> 
 def test_prompts_read_by_selection(question: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the exactly read prompt: one that reads all of it loses what its prompt lost, and the default more or
     other; 0 is exact. A prompt that is too short to select is no row."""
-    monkeypatch.setattr(selected_prompt, "FAR", 192)
+    monkeypatch.setattr(selected_prompt, "LEAST_FAR", 192)
     model, ids, theta = tiny("llama", head_dim=16), prompt(930)[0], 60.0
     known = {"random-tokens": KeyMoments.collect(model, None, "random-tokens", tokens=200, progress=False)}
     document = Document("task", 900, 0, ids[:, :900], ids[:, 900:], question=question)

@@ -158,7 +158,7 @@ def test_prompts() -> None:
 
 @needs_vectors
 def test_selected_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selected_prompt, "FAR", 64)
+    monkeypatch.setattr(selected_prompt, "LEAST_FAR", 64)
     told = {"scaling": 0.2, "threshold": 4.0, "sinks": 16, "window": 112}
     refuse(lambda **given: selected_prompt.selected_attention(**given, **told), tensors(500), OF_PROMPT)
 

@@ -24,7 +24,7 @@ THETA = 60.0  # at which some far keys are read, and some are not
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt, "MIN_TOKENS", 1)
-    monkeypatch.setattr(selected_prompt, "FAR", LEAST)
+    monkeypatch.setattr(selected_prompt, "LEAST_FAR", LEAST)
     found = prompt.read_instructions() - {"amx_tile"}  # by which nothing is selected
     found = SETS["newest"] if SETS["newest"] <= found else found  # which other tests build for
     monkeypatch.setattr(prompt, "read_instructions", lambda: found)

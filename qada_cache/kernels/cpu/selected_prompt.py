@@ -28,7 +28,7 @@ SOURCE = Path(__file__).with_name("selected_prompt.cpp")
 SEGMENT = 64  # keys that share a centre, as many as a chunk of prompt.h
 BLOCK = 66  # queries that read together, a multiple of a strip of prompt.h
 MOST_SUM = 2**15 - 1  # of products of codes, where they are summed in 16 bits
-FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
+LEAST_FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
 
 
 class Call(ctypes.Structure):
@@ -67,8 +67,8 @@ def build_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> ctypes.CDLL
 
 
 def find_selecting(tokens: int, *, sinks: int, window: int) -> slice:
-    """The queries of a prompt that select, none of a short one: those with `FAR` far keys, less the last `window`."""
-    start = _round_up(sinks) + FAR + window - 1
+    """The queries that select, none of a short prompt: those with `LEAST_FAR` far keys, less the last `window`."""
+    start = _round_up(sinks) + LEAST_FAR + window - 1
     return slice(start, max(start, tokens - window))
 
 
