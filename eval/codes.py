@@ -236,6 +236,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not MIN_BITS <= getattr(options, "bits", SKETCH_BITS) <= MAX_BITS:
         parser.error(f"--bits must be from {MIN_BITS} to {MAX_BITS}")
+    if min(options.lengths) <= SINKS + WINDOW:
+        parser.error(f"--lengths must be above {SINKS + WINDOW}")
     with check_loading(parser):
         model, tokenizer = load(options.model)
     for length in options.lengths:

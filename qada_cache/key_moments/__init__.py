@@ -100,7 +100,10 @@ class KeyMoments:
                 f"dim, dim], got {list(self.mean.shape)} and {list(self.covariance.shape)}"
             )
         if not (torch.isfinite(self.mean).all() and torch.isfinite(self.covariance).all()):
-            raise ValueError("KeyMoments: mean or covariance holds nan or infinity")
+            raise ValueError(
+                "KeyMoments: mean or covariance holds nan or infinity, as the keys that they are of must; "
+                'moments="current" takes none but the prompt\'s own'
+            )
         energies, fitting = self.query_energies, [shape[1:], *([(shape[1], 2, shape[3])] if shape[2] == 1 else [])]
         if energies is not None and (
             tuple(energies.shape) not in fitting or not torch.isfinite(energies).all() or (energies < 0).any()
