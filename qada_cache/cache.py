@@ -53,7 +53,7 @@ class QAdACache(WatchedCache):
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
             head local. 1 makes none local: `DynamicCache`'s attention, summed in another order. In bfloat16 and float16
             near-tied tokens may then differ, as between eager and sdpa attention.
-        sink_tokens: tokens at the start of each row that are always read.
+        sink_tokens: tokens at the start of each row that are always read, at most 65,536.
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
             is local); "local" (every head is); or `StaticHeads`, the same heads for every token. None: "gaussian", but
