@@ -53,7 +53,7 @@ class QAdACache(WatchedCache):
         threshold: tau in [0, 1]: a head is local if at least this share of its attention stays local. 0 makes every
             head local. 1 makes none local: `DynamicCache`'s attention, summed in another order. In bfloat16 and float16
             near-tied tokens may then differ, as between eager and sdpa attention.
-        sink_tokens: tokens at the start of each row that are always read.
+        sink_tokens: tokens at the start of each row that are always read, at most 65,536.
         local_tokens: sinks and sliding window together, in tokens.
         criterion: "gaussian" (eq. 7); "oracle" (eq. 2, reads everything to decide: for analysis); "dense" (no head
             is local); "local" (every head is); or `StaticHeads`, the same heads for every token. None: "gaussian", but
@@ -182,7 +182,7 @@ class QAdACache(WatchedCache):
         if not isinstance(layer := self.layers[layer_idx], QAdALayer):  # ours check for themselves
             self._check_rows(layer_idx, len(key_states))
         if self.options.progress:
-            held, tokens = self.get_seq_length(layer_idx), key_states.shape[2]
+            held, tokens = super(WatchedCache, self).get_seq_length(layer_idx), key_states.shape[2]
             if tokens <= self.options.window:
                 self._bar.close()
             else:

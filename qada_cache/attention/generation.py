@@ -109,8 +109,8 @@ def note_asked(cache: Any, length: int) -> None:
     frame = frame and frame.f_back and frame.f_back.f_back  # who called the method of the cache that calls this
     if frame and frame.f_code is _PREFILL and isinstance(model := frame.f_locals.get("self"), PreTrainedModel):
         check_own(cache, model)
-    if frame and length and rope_deltas.NAME in frame.f_code.co_names:  # who asks goes on to read the model's own
-        cache._shared.rope_deltas.put_back()
+    if frame and rope_deltas.NAME in frame.f_code.co_names:  # who asks goes on to read the model's own
+        cache._shared.rope_deltas.put_back(length)
 
 
 def check_own(cache: Any, model: PreTrainedModel) -> None:

@@ -27,8 +27,10 @@ class RopeDeltas:
         if (tokens > 1 or not before) and (keeper := self._find_keeper()) is not None:
             self.held = keeper.rope_deltas
 
-    def put_back(self) -> None:
-        """The model is about to go on with this text."""
+    def put_back(self, before: int) -> None:
+        """The model is about to go on with this text, behind so many tokens. Behind none it finds new ones, but not if
+        it is called on words alone: then it would go on by the last text's."""
+        self.held = self.held if before else None
         if (keeper := self._find_keeper()) is not None:
             keeper.rope_deltas = self.held
 

@@ -42,6 +42,7 @@ class _Range(NamedTuple):
 _SHARE = _Range((int, float), "a number in [0, 1]", 0.0, 1.0, "be in [0, 1]")
 _FINITE = _Range((int, float), "a number", 0.0, sys.float_info.max, "be finite and not negative")
 _BITS = _Range((int, float), "a number", MIN_BITS, MAX_BITS, f"be from {MIN_BITS} to {MAX_BITS}")
+_SINKS = _Range(int, "an int", 0, 2**16, "be from 0 to 65536")  # every layer has room for them from the start
 _COUNT = _Range(int, "an int", 0, inf, "not be negative")
 _FLAG = _Range(bool, "a bool", False, True, "")
 
@@ -56,7 +57,7 @@ class Options:
     """Options of one cache; see `QAdACache` for their meaning and units, and for what is raised."""
 
     threshold: float = field(metadata=_describe_keyword(_SHARE))
-    sink_tokens: int = field(metadata=_describe_keyword(_COUNT, laid_out=True))
+    sink_tokens: int = field(metadata=_describe_keyword(_SINKS, laid_out=True))
     local_tokens: int = field(metadata=_describe_keyword(_COUNT, laid_out=True))
     criterion: str | StaticHeads = field(metadata=_describe_keyword())
     update_moments: bool = field(metadata=_describe_keyword(_FLAG))

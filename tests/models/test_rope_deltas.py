@@ -57,7 +57,7 @@ def answer(model: PreTrainedModel, cache: DynamicCache | None, **inputs: Any) ->
 
 def test_a_text_goes_on_from_its_own_positions(model: PreTrainedModel, tmp_path: Path) -> None:
     """In copies, after other texts, and in a process whose model has read nothing."""
-    plain, cache = DynamicCache(config=model.config), QAdACache(model, **EXACT)
+    plain, cache = DynamicCache(config=model.config), QAdACache(model, **EXACT, progress=True)
     text = answer(model, plain, **images())
     turn = torch.cat([text, prompt(20)[0].clamp(max=89)], dim=1)
     wanted = answer(model, plain, input_ids=turn)
@@ -75,6 +75,22 @@ def test_a_text_goes_on_from_its_own_positions(model: PreTrainedModel, tmp_path:
             assert torch.equal(answer(model, copy.deepcopy(each), input_ids=turn), wanted)
     cache.reset()
     assert torch.equal(answer(model, cache, input_ids=turn[:, :30]), answer(model, None, input_ids=turn[:, :30]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_text_that_the_model_is_called_on_begins_anew(model: PreTrainedModel, rows: int) -> None:
+    """Behind images of another text, or of two; so does one whose tokens were all taken back."""
+    text = prompt(80)[0].clamp(max=89)
+    wanted = model(text, use_cache=False).logits[:, 60:]
+    begun = QAdACache(model, **EXACT)
+    answer(model, begun, **images())
+    begun.crop(-begun.get_seq_length())
+    for cache in (begun, QAdACache(model, **EXACT)):
+        answer(model, None, **images(rows))
+        for part in text.split(60, dim=1):
+            got = model(part, **pass_cache(cache)).logits
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0.0)
 
 
 def test_a_stored_prompt_goes_on_after_an_image(model: PreTrainedModel, tmp_path: Path) -> None:
