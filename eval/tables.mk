@@ -243,7 +243,7 @@ tables/sampled/prompt_loss-qwen2.5-coder-0.5b.csv:
 tables/sampled/long/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --sampled --model $(QWEN) --dtype float32 --tokens 16384 --documents 1 --thresholds 60 100 $(OUT)
 
-tables/sampled/trials.csv:  # interrupted after six needles of the second kind
+tables/sampled/trials.csv:  # by shares in float32; interrupted after six needles of the second kind
 	$(EVAL).trials --sampled --prefill 0 18 --bits 8 --dtype float32 --tasks $(NEEDLES) --lengths 4096 --documents 8 $(OUT)
 
 tables/sampled/trials-qwen2.5-coder-0.5b.csv:

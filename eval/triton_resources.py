@@ -5,8 +5,10 @@ without a group, of storing tokens: of the sketch, or behind a plus of the recor
 those of latents, with as many query heads as the group; `latent_kernel` and `recorded_latent_kernel` read
 all exactly. `share_kernel`, `sample_kernel` and `read_kernel` are those of a prompt that is read by selection; their
 group is of queries that read together. A row has registers and stack bytes of a thread, bytes of shared memory of a
-program, and the instructions of its code, each counted once, however often it runs. `sketch` is bits a value; behind a
-plus, `bulk_bits` of records.
+program, the instructions of its code, each counted once, however often it runs, and those of a turn of each innermost
+loop, in the code's order. `tokens` are those that a turn takes, with so many `warps`. The last loop of `share_kernel`
+meets every pair, the one before it one of 16 to 64. The first loop of `read_kernel` is exact attention, the last reads
+tokens that were chosen. `sketch` is bits a value; behind a plus, `bulk_bits` of records.
 """
 
 import itertools
@@ -19,7 +21,7 @@ from eval.shared.compiling import SKETCHES, Compiled, Recorder, Step, record_lat
 from eval.shared.tables import align, make_parser, new_file, write
 from qada_cache.kernels.triton.latents import WIDE_QUERIES
 
-ARCHITECTURES = (80, 90)
+ARCHITECTURES = (80, 89, 90)
 SIZES = ((64, 3), (64, 7), (80, 8), (96, 4), (128, 1), (128, 4), (128, 8), (256, 2))  # dim, group
 CAPACITY = 40_000
 PROMPTS = ((64, 64), (64, 128), (128, 64), (128, 128), (256, 64))  # dim, queries that read together
@@ -40,7 +42,10 @@ def measure_resources(recorder: Recorder, dim: int, group: int | str, sketch: st
         "registers": compiled.registers,
         "stack": compiled.stack,
         "shared": compiled.shared,
-        "instructions": compiled.instructions,
+        "instructions": len(compiled.instructions),
+        "loops": " ".join(map(str, compiled.count_loops())),
+        "tokens": recorder.arguments.get("BLOCK_N", ""),
+        "warps": recorder.arguments.get("num_warps", 4),
     }
 
 
@@ -50,7 +55,14 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--dims", type=int, nargs="+", choices=DIMS, help="only heads of so many channels")
     add("--sketches", nargs="+", choices=SKETCHES, default=list(SKETCHES), help="only these")
-    add("--architectures", type=int, nargs="+", default=ARCHITECTURES, help="80 is capability 8.0")
+    add(
+        "--architectures",
+        type=int,
+        nargs="+",
+        choices=ARCHITECTURES,
+        default=ARCHITECTURES,
+        help="80 is capability 8.0",
+    )
     add("--out", type=new_file, help="CSV table to write")
     args = parser.parse_args(argv)
     sizes = [size for size in SIZES if args.dims is None or size[0] in args.dims]

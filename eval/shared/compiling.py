@@ -249,9 +249,20 @@ class Compiled:
         self.stack = self._find_used("STACK") + self._find_used("LOCAL")  # bytes of a thread; above 0 registers spill
 
     @functools.cached_property
-    def instructions(self) -> int:
-        """Of the code, each once."""
-        return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", self._print("-sass"), re.MULTILINE))
+    def instructions(self) -> list[tuple[int, str]]:
+        """Addresses and texts of the code's instructions."""
+        found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(\S.*?);", self._print("-sass"), re.MULTILINE)
+        return [(int(address, 16), text) for address, text in found]
+
+    def count_loops(self) -> list[int]:
+        """Instructions of each turn of the innermost loops, in the code's order: from where a branch goes back to."""
+        spans = []
+        for address, text in self.instructions:
+            branch = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
+            if branch and int(branch[1], 16) < address:
+                spans.append(range(int(branch[1], 16), address + 1))
+        inner = [span for span in spans if not any(other != span and other[0] in span for other in spans)]
+        return [sum(address in span for address, _ in self.instructions) for span in inner]
 
     def _find_used(self, kind: str) -> int:
         found = re.search(rf" {kind}:(\d+)", self.usage)

@@ -14,6 +14,7 @@ pytest.importorskip("lm_eval", reason="some commands run on lm-eval")
 WRONG = {  # arguments, by what is said of them
     "codes rungs --documents 0 --out x.csv": "--documents: invalid count",
     "codes rungs --lengths -1 --out x.csv": "--lengths: invalid count",
+    "codes energies --lengths 128 --out x.csv": "--lengths must be above 128",
     "codes energies --bits nan --out x.csv": "--bits must be from 0.5 to 4",
     "codes rungs --out .": "--out: . is a folder",
     "codes rungs --out notes.txt": "--out: notes.txt exists, and is no table",
@@ -42,6 +43,7 @@ WRONG = {  # arguments, by what is said of them
     "reuse copies --tokens 0": "--tokens: invalid count",
     "reuse restart --folder nosuch": "--folder: there is no folder nosuch",
     "families --seconds nan": "--seconds: invalid amount",
+    "triton_resources --architectures 1": "--architectures: invalid choice: 1",
     "triton_resources --dims 3": "--dims: invalid choice: 3",
 }
 
