@@ -95,8 +95,8 @@ def check_repeated(held: int) -> None:
             if held < text and (mask is None or mask.shape[1] < held + text):
                 raise RuntimeError(
                     f"assisted decoding and prompt lookup give a cache that holds {held} tokens the whole text again, "
-                    f"{text} tokens: give generate the new tokens alone, with the attention mask of all, or reset() "
-                    "the cache"
+                    f"{text} tokens: give generate the new tokens alone, with the attention mask of all, reset() the "
+                    "cache, or decode without them"
                 )
         return
 

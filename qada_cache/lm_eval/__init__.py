@@ -151,7 +151,7 @@ class QAdALM(HFLM):
 
     def __init__(self, pretrained: Any, *positional: Any, cache: str = "qada", **keywords: Any) -> None:
         store = keywords.pop("cache_store", None)
-        if isinstance(store, bool) or store == "":  # as lm-eval reads what it is given
+        if isinstance(store, bool) or store == "" or os.path.isfile(str(store)):  # as lm-eval reads what it is given
             raise ValueError(f"cache_store takes a folder, got {store!r}")
         options, keywords = split_arguments(cache, keywords)
         options = options if store is None else keep_as_made(options)
