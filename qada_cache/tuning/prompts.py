@@ -20,7 +20,7 @@ from ..versions import pass_cache
 from .estimates import Estimate, estimate
 from .measuring import Piece, compare_logits
 
-THRESHOLDS = {"cpu": (4.4, 12.0, 30.0), "cuda": (18.0, 40.0, 100.0)}  # from the most careful on, by the device
+THRESHOLDS = {"cpu": (4.4, 12.0, 30.0), "cuda": (12.0, 25.0, 60.0)}  # from the most careful on, by the device
 LAST = 512  # tokens of a prompt whose predictions are compared
 MOST_TIME = 0.9  # of the exact reading's: less is gained by chance as well
 
