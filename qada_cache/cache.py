@@ -182,6 +182,7 @@ class QAdACache(WatchedCache):
         if not isinstance(layer := self.layers[layer_idx], QAdALayer):  # ours check for themselves
             self._check_rows(layer_idx, len(key_states))
         if self.options.progress:
+            # Our own method would take this for the model's question, and note it.
             held, tokens = super(WatchedCache, self).get_seq_length(layer_idx), key_states.shape[2]
             if tokens <= self.options.window:
                 self._bar.close()

@@ -44,7 +44,7 @@ def sampled_attention(
             parts = torch.full((group, begin), SHARES, dtype=query.dtype, device="cpu")
             if begin and block < whole:
                 parts = find_probabilities(rows, codes[0, kv_head], steps[0, kv_head], begin, **told)
-            for head, own, each in zip(range(group_heads.start, heads), rows, parts, strict=False):
+            for head, own, each in zip(range(heads)[group_heads], rows, parts, strict=True):
                 taken, times = draw(each, NEXT_BLOCK * (begin // together) + NEXT_HEAD * head)
                 if len(taken) > capacity:
                     taken, times = draw(torch.full_like(each, SHARES), 0)

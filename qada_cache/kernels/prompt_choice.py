@@ -65,7 +65,7 @@ def _find_prompt_fault(
         for heads, size in shapes
     ]
     keys, values = (part.repeat_interleave(group, dim=1) for part in call[1:])
-    end, begin = SHORT if block == BLOCK else TRIED_TOKENS, block
+    end, code_type = SHORT if block == BLOCK else TRIED_TOKENS, selected_prompt.find_code_type(dtype, device)
     told = {"scaling": dim**-0.5, "sinks": 1}
     sharing = told | {"threshold": HIGH, "stride": 16}
 
@@ -73,15 +73,15 @@ def _find_prompt_fault(
         query, key, value = (part.to(device) for part in call)
         out = query.new_zeros(*query.shape[:3], value_dim)
         pairs = selected_prompt.selected_attention(query, key, value, out=out, **told, threshold=LOW, window=1, end=end)
-        coded = encode(key, selected_prompt.find_code_type(key))
-        shares = selected_prompt.find_shares(query, *coded, 1, 1, **sharing, block=block)[:, 0, :begin]
+        coded = encode(key, code_type)
+        shares = selected_prompt.find_shares(query, *coded, 1, 1, **sharing, block=block)[:, 0, :block]
         return out.cpu(), pairs.cpu(), ((shares.cpu().float() + 1) / SHARES).to(torch.bfloat16)
 
     expected = partial_attention(call[0], keys, values, scaling=dim**-0.5, causal=True)[0]
     pairs = torch.tensor(group * TRIED_TOKENS * (TRIED_TOKENS + 1), dtype=torch.int64, device="cpu")
-    codes, steps = encode(call[1], selected_prompt.find_code_type(call[1].to(device)))
+    codes, steps = encode(call[1], code_type)
     shares = [
-        find_probabilities(queries, codes[0, head], steps[0, head], begin, **sharing)
+        find_probabilities(queries, codes[0, head], steps[0, head], block, **sharing)
         for head, queries in enumerate(call[0][0, :, block : 2 * block].split(group))
     ]
     return find_fault(compute, (expected.to(dtype), pairs, (torch.cat(shares) / SHARES).to(torch.bfloat16)))

@@ -101,8 +101,8 @@ class KeyMoments:
             )
         if not (torch.isfinite(self.mean).all() and torch.isfinite(self.covariance).all()):
             raise ValueError(
-                "KeyMoments: mean or covariance holds nan or infinity, as the keys that they are of must; "
-                'moments="current" takes none but the prompt\'s own'
+                "KeyMoments: mean or covariance holds nan or infinity, as do keys that they were collected from: give "
+                'others, or moments="current", which are of the prompt itself'
             )
         energies, fitting = self.query_energies, [shape[1:], *([(shape[1], 2, shape[3])] if shape[2] == 1 else [])]
         if energies is not None and (

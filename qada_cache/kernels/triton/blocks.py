@@ -20,11 +20,11 @@ HOPELESS = tl.constexpr(selection.HOPELESS)
 
 
 @triton.jit
-def dot(b_a, b_b):
-    """Matrix product in float32; float32 factors are not rounded to TF32."""
+def dot(b_a, b_b, SUMS: tl.constexpr = tl.float32):
+    """Matrix product, in `SUMS`; float32 factors are not rounded to TF32."""
     if _INTERPRETED:
-        b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
-    return tl.dot(b_a, b_b, input_precision="ieee")
+        return tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), input_precision="ieee").to(SUMS)
+    return tl.dot(b_a, b_b, out_dtype=SUMS, input_precision="ieee")
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .. import sampled_prompt as _prompt
-from .blocks import _INTERPRETED, dot
+from .blocks import dot
 
 _SHARES, _BITS = tl.constexpr(_prompt.SHARES), tl.constexpr(9)  # the low bits of a chosen token hold its probability
 _TILE, _FEW, _FIRST = tl.constexpr(_prompt.TILE), tl.constexpr(_prompt.FEW), tl.constexpr(_prompt.FIRST)
@@ -34,16 +34,6 @@ def gather_rows(p_rows, o_rows, s_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
     if D == BLOCK_D:
         return tl.load(p_block)
     return tl.load(p_block, mask=(o_dim < D)[None, :], other=0.0)
-
-
-@triton.jit
-def dot_codes(b_a, b_b):
-    """Matrix product of codes: of 8 bits in float16, of which two are compared at once."""
-    if b_a.dtype.primitive_bitwidth > 8:
-        return dot(b_a, b_b)
-    if _INTERPRETED:
-        return dot(b_a, b_b).to(tl.float16)
-    return tl.dot(b_a, b_b, out_dtype=tl.float16)
 
 
 @triton.jit
@@ -93,12 +83,13 @@ def share_kernel(
     # The largest share that a query gives a token, in units of `threshold` even shares.
     b_bar = tl.where(o_queries < tokens, (b_max + tl.log2(b_sum)) / unit, float("inf"))
     wanted = tl.maximum(begin, _FEW).to(tl.float32) * _SHARES / threshold
-    b_turned = tl.trans(b_query)
+    # Sums of products of 8 bits are float16: two are compared at once.
+    sums: tl.constexpr = tl.float16 if p_codes.dtype.element_ty.primitive_bitwidth == 8 else tl.float32
+    b_turned, b_bar = tl.trans(b_query), b_bar.to(sums)
     for start in range(0, begin, BLOCK_N):  # without masks: rows of shares have room for whole tiles
         o_tokens = start + o_keys
         b_codes = gather_rows(p_codes, tl.minimum(o_tokens, tokens - 1), D, D, BLOCK_D)
-        b_products = dot_codes(b_codes, b_turned)
-        b_best = tl.max(b_products - b_bar.to(b_products.dtype)[None, :], axis=1).to(tl.float32) * unit
+        b_best = tl.max(dot(b_codes, b_turned, sums) - b_bar[None, :], axis=1).to(tl.float32) * unit
         b_share = tl.minimum(tl.maximum(tl.exp2(tl.minimum(b_best, 10.0)) * wanted, floor), 1.0 * _SHARES)
         b_share = tl.where(o_tokens < sinks, 1.0 * _SHARES, b_share)
         tl.store(p_shares + o_tokens, (tl.ceil(b_share) - 1.0).to(tl.uint8))

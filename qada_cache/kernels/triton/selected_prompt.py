@@ -66,13 +66,14 @@ def selected_attention(
     """
     batch, heads, queries = query.shape[:3]
     tokens, past = key.shape[2], key.shape[2] - queries
-    codes, steps = encode(key, find_code_type(key))
-    block, stride = find_block(max(end, tokens), max(query.shape[3], value.shape[3])), find_sum_stride(max(end, tokens))
+    codes, steps = encode(key, find_code_type(key.dtype, key.device))
+    length = max(end, tokens)
+    block, stride = find_block(length, max(query.shape[3], value.shape[3])), find_sum_stride(length)
     blocks = -(-queries // block)
     begins = past + torch.arange(blocks, dtype=torch.int64, device=query.device) * block
     sizes = (tokens - begins).clamp_max(block)
     pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
-    whole = find_whole(max(end, tokens) - past, window, block)
+    whole = find_whole(length - past, window, block)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         while first < blocks:
             some, capacity = _find_slice(first, blocks, batch * heads, past, block)
@@ -87,9 +88,9 @@ def selected_attention(
     return pairs
 
 
-def find_code_type(key: Tensor) -> torch.dtype:
-    """8-bit floats, where products of them are to be had."""
-    return torch.float8_e4m3fn if find_capability(key.device) >= (8, 9) else key.dtype
+def find_code_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of codes of keys: 8-bit floats, where a device multiplies them."""
+    return torch.float8_e4m3fn if find_capability(device) >= (8, 9) else dtype
 
 
 def find_capability(device: torch.device) -> tuple[int, int]:
