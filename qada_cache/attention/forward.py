@@ -6,7 +6,9 @@ computes, any other call it passes on to what the model would have called. So ot
 did.
 """
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +29,15 @@ from .latent import find_expanding_layer, is_expanding
 _SERVED = ("eager", "sdpa", "flex_attention")
 # The name that was in each config when its last cache was built. Configs are compared by identity.
 _switched_on: Any = WeakIdKeyDictionary()
+
+
+class _Masks(threading.local):
+    """Whether models make any, by thread."""
+
+    made = True
+
+
+_masks = _Masks()
 
 # For torch.compile: what is read depends on what the keys hold, and it is stored in place.
 outside_graphs = torch.compiler.disable(
@@ -74,6 +85,16 @@ def is_switched_on(config: PreTrainedConfig) -> bool:
     """Whether a model with this config is served by our function, as it was when its last cache was built."""
     name = _switched_on.get(config)  # asked in every pass
     return name is not None and name == config._attn_implementation
+
+
+@contextlib.contextmanager
+def without_masks() -> Iterator[None]:
+    """Have models make no masks meanwhile, in this thread: each row's new token sees all that layers hold."""
+    _masks.made = False
+    try:
+        yield
+    finally:
+        _masks.made = True
 
 
 def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
@@ -133,6 +154,8 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
     Functions that make masks are told numbers of a cache and not the cache, so one of these says whose it is (`Seen`),
     and whose `ForwardPass` is to know whether the mask hides tokens.
     """
+    if not _masks.made:
+        return None
     tokens, padding = kwargs["kv_length"], kwargs.get("attention_mask")
     if not isinstance(tokens, Seen):
         return base(**kwargs)

@@ -14,7 +14,6 @@ Steps that move tokens into the bulk, prompts, turns and whatever else a graph c
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from operator import is_
 from typing import Any
 
 import torch
@@ -26,10 +25,10 @@ from ..models.sharding import UNSHARDED
 from ..said_once import warn_once
 from ..state import BULK_BITS, ManagedModel, Options
 from ..state.layer import QAdALayer
-from ..state.linear_states import find_lasting
 from ..storage.transfers import find_reader
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
+from .lasting import Held, Lasting, can_last
 from .model_state import ModelState
 from .step import Places, Step, find_inputs
 
@@ -65,8 +64,8 @@ def make_graph(options: Options, managed: ManagedModel, layers: list[Any]) -> "D
         why = "holds no steps of layers that attend twice: build the cache without cuda_graph"
     elif managed.layers and len(list_sizes(managed.config)) > 1:
         why = "holds no steps of layers that differ in their heads: build the cache without cuda_graph"
-    elif managed.layers and _find_lasting(layers) is None:
-        why = "holds no steps of layers whose keys move at each, as those of sliding ones: build it without cuda_graph"
+    elif managed.layers and not can_last(layers, managed.config):
+        why = "holds no steps of layers whose keys grow, or that attend by chunks: build the cache without cuda_graph"
     elif managed.shard is not UNSHARDED:
         why = "holds no steps of a model that processes share: build the cache without cuda_graph"
     if why and asked:
@@ -97,19 +96,19 @@ class DecodeGraph:
         self._places: Places | None = None
         self._step: Step | None = None  # the last one replayed, as long as nothing else has been computed
         self._facts: Any = None  # what a graph depends on beside shapes
-        self._lasting: list[Tensor] = []  # of transformers' layers, as `find_lasting`: where a graph writes it
+        self._lasting: Lasting | None = None  # of transformers' own layers
         self._model: ModelState | None = None  # as it was captured
         self._stream: Any = None  # that of the last replay
 
     def run(self, cache: Any, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
         """What `compute(**kwargs)`, the decoder's own forward, returns with this cache."""
         step, layers = self._step, [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
-        lasting = _find_lasting(cache.layers)
-        in_place = lasting is not None and _are_same(lasting, self._lasting)
+        held = Held(cache.layers)
+        in_place = held.lasts and self._lasting is not None and self._lasting.fits(held)
         followed = step is not None and in_place and self._facts[0]() is decoder and step.is_followed_by(layers)
-        refused = self.failed or lasting is None
-        inputs = None if refused else find_inputs(layers, decoder, kwargs, followed=followed)
-        if lasting is None or inputs is None:
+        refused = self.failed or not held.lasts
+        inputs = None if refused else find_inputs(layers, decoder, kwargs, followed=followed, beside=held.tokens)
+        if inputs is None:
             self._step = None
             return compute(**kwargs)
         if len(layers) < len(cache.layers):
@@ -126,11 +125,13 @@ class DecodeGraph:
                 self.forget()
                 if not step.plans:  # which shows in the first step
                     return compute(**kwargs)
-                self._facts, self._places, self._lasting = facts, Places(step), lasting
+                self._facts, self._places, self._lasting = facts, Places(step), Lasting(held)
                 with step.use(self._places):  # a rehearsal, at positions of the decoder's own if it is told none
                     return compute(**self._tell(kwargs, inputs))
             self._places.write(step)
         assert self._places is not None
+        assert self._lasting is not None
+        self._lasting.put(held)
         self._places.write_inputs(inputs if prepared else step.inputs)
         stream = find_reader(step.device)
         if not prepared or stream != self._stream:  # else it has waited for all copies that a bulk has under way
@@ -146,6 +147,8 @@ class DecodeGraph:
         step.shared.progress.changing = "a replayed step"
         self._graph.replay()
         step.advance()
+        for layer in held.sliding:
+            layer.cumulative_length += 1
         step.shared.progress.changing = ""
         self._step = step
         kind, hidden = self._result
@@ -165,6 +168,7 @@ class DecodeGraph:
     ) -> bool:
         """Whether the graph is there, and everything the host knows is as it was before."""
         assert self._places is not None
+        assert self._lasting is not None
         model = ModelState(decoder, watches_hooks=not self.asked, forget=self.forget)
         adapted = not self.asked and any(hasattr(module, "base_layer") for module in decoder.modules())
         if model.has_hooks or adapted:
@@ -184,8 +188,9 @@ class DecodeGraph:
                 more = {name for name in result if name not in ("last_hidden_state", *CACHE_NAMES)}
                 if more:
                     raise NotImplementedError(f"the model returns {', '.join(sorted(more))}")
-                if (after := _find_lasting(layers)) is None or not _are_same(after, self._lasting):
-                    raise NotImplementedError("states of its linear layers are other tensors after each pass")
+                if not (after := Held(layers)).lasts or not self._lasting.fits(after):
+                    raise NotImplementedError("what its linear or sliding layers hold is of another kind after a pass")
+                self._lasting.write(after)
                 flags = torch.stack([each.take_flags() for each in counters])  # [layers, batch, kv_heads, group, 1]
                 local = ~flags
                 heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))
@@ -204,7 +209,8 @@ class DecodeGraph:
         """What `compute(**kwargs)` returns. A replay of the same step gives that as well, or the graph is dropped. The
         device is waited for."""
         assert self._result is not None
-        written = [each for layer in step.layers for each in layer.counters.on_device] + self._lasting
+        assert self._lasting is not None
+        written = [each for layer in step.layers for each in layer.counters.on_device] + self._lasting.tensors
         before = [each.clone() for each in written]
         step.shared.progress.changing = "a replayed step"
         self._graph.replay()
@@ -237,12 +243,3 @@ class DecodeGraph:
                 torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for _ in step.layers
             ]
             return [(each, each.new_zeros(kv_heads)) for each in of_heads]
-
-
-def _find_lasting(layers: list[Any]) -> list[Tensor] | None:
-    """Of a cache's layers but ours, as `find_lasting`."""
-    return find_lasting([layer for layer in layers if not isinstance(layer, QAdALayer)])
-
-
-def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))

@@ -22,9 +22,10 @@ from ..storage import TokenStore
 from ..versions import CACHE_NAMES
 from .capturing import GRAPHS
 
-_INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # of a decoder, that differ from step to step
+_INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "position_ids")  # of a decoder, that differ by step
 ALIGNMENT = 16  # bytes, of tensors side by side
-_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # which make no mask for a single token
+_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # which make masks on the device, or none
+_EAGER = "eager"  # which makes zeros on the host, and does without as well
 # What tells of a layer's tokens, and of its store's.
 _OF_LAYER = attrgetter("store", "seen", "padding", "incoming", "device")
 _OF_STORE = attrgetter("end", "lengths")
@@ -107,8 +108,10 @@ class Step:
         self.shared.forward_pass.given = places.find_rows(self.numbers)
         for store in self.stores:
             store.place = places.place
+        is_eager = self.shared.model.config._attn_implementation == _EAGER
         try:
-            yield
+            with attention.without_masks() if is_eager else contextlib.nullcontext():
+                yield
         finally:
             self.shared.forward_pass.given = None
             for store in self.stores:
@@ -197,14 +200,16 @@ def takes_positions(decoder: Any) -> bool:
 
 
 def find_inputs(
-    layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any], *, followed: bool
+    layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any], *, followed: bool, beside: int
 ) -> dict[str, Tensor] | None:
     """What a decoder is told by its keywords of a step that a graph may hold; None, if none can hold it. `followed`:
-    as of `Step.is_followed_by`, so that one has held the step before."""
+    as of `Step.is_followed_by`, so that one has held the step before. `beside`: the newest tokens of a row that other
+    layers hold, padding too."""
     given = {name: value for name, value in kwargs.items() if value is not None and name not in CACHE_NAMES}
     inputs = {name: given.pop(name) for name in _INPUTS if name in given}
     mask, tokens = given.pop("attention_mask", None), inputs.get("input_ids", inputs.get("inputs_embeds"))
     asked = given.pop("use_cache", True), given.pop("return_dict", True)
+    given.pop("logits_to_keep", None)  # of the head
     if any(value is not False for value in given.values()) or not all(asked) or tokens is None:
         return None
     if not takes_positions(type(decoder)):  # type: ignore[arg-type]  # a class is hashable
@@ -227,7 +232,9 @@ def find_inputs(
         return None
     attention.check_switched_on(shared.model.config)
     padded = first.padding.known.numel() > 0
-    if (mask is not None or padded) and not _is_of_real_token(first, mask):
+    if padded and first.padding.known.shape[1] > first.seen - beside:
+        return None
+    if (mask is not None or padded) and not _shows_all(first, mask):
         return None
     if "position_ids" not in inputs and padded:  # a decoder may make them of padding
         return None
@@ -248,20 +255,30 @@ def _are_alike(layers: list[Any]) -> bool:
 def _is_allowed(shared: Shared) -> bool:
     """Whether a graph can hold what the options and the config ask for."""
     options, config = shared.options, shared.model.config
-    if config.output_hidden_states or config.output_attentions or config._attn_implementation not in _ATTENTION:
+    if config.output_hidden_states or config.output_attentions:
+        return False
+    if config._attn_implementation not in (*_ATTENTION, _EAGER):
         return False
     frozen = options.tracks_moments and not options.update_moments  # whose counts are read on the host
     return not frozen and not options.audit_every
 
 
-def _is_of_real_token(layer: QAdALayer, mask: Any) -> bool:
-    """Whether a mask shows each row's next token, and of those before it what is known; another is the model's to read.
-    To look waits for the device."""
-    store, padding = layer.store, layer.padding
-    assert store is not None
-    if not isinstance(mask, Tensor) or mask.shape != (store.batch, layer.seen + 1):
+def _shows_all(layer: QAdALayer, mask: Any) -> bool:
+    """Whether a mask, or those by kinds of layers that models make which read images, show each row's next token, and
+    of those before it what is known; others are the model's to read. To look waits for the device."""
+    if isinstance(mask, dict):
+        return all(each is None or (isinstance(each, Tensor) and _shows(layer, each)) for each in mask.values())
+    return isinstance(mask, Tensor) and mask.dim() == 2 and _shows(layer, mask)
+
+
+def _shows(layer: QAdALayer, mask: Tensor) -> bool:
+    padding, seen = layer.padding, layer.seen + 1
+    assert layer.store is not None
+    if mask.dim() == 2 and mask.shape != (layer.store.batch, seen):
         return False
-    if not padding.known.numel() and mask.all():
+    if mask.shape[-1] != seen:  # of a window
+        return mask.dim() == 4 and bool((mask if mask.dtype == torch.bool else mask == 0).all())
+    if not padding.known.numel() and mask.dim() == 2 and mask.all():
         return True
-    told: dict[str, Any] = {"batch": store.batch, "seen": layer.seen + 1, "queries": 1, "first": True}
+    told: dict[str, Any] = {"batch": layer.store.batch, "seen": seen, "queries": 1, "first": True}
     return layer.shared.forward_pass.read_padding(padding, mask, **told)[1:] == (None, None)

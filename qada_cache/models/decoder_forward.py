@@ -17,8 +17,11 @@ Find = Callable[[Any, dict[str, Any]], Any]
 
 
 def _find_decoder(model: PreTrainedModel) -> Any:
-    """The decoder, None if there is none. Of some types transformers finds a model with its head (Llama 4)."""
+    """The decoder, None if there is none. Of some types transformers finds a model with its head (Llama 4), or the head
+    (ModernBERT's decoder)."""
     decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):
+        decoder = None if model.base_model is model else model.base_model
     inner = getattr(decoder, "model", None)
     with_head = isinstance(inner, PreTrainedModel) and (decoder is model or decoder.get_output_embeddings() is not None)
     return inner if with_head else decoder

@@ -1,10 +1,9 @@
 """What transformers' linear layers write in a pass, as far as that shows."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from . import Visit
 
@@ -13,18 +12,6 @@ def list_states(layer: Any) -> dict[Hashable, Tensor | None]:
     """The states of a linear layer, by the calls that write them; none for other layers."""
     kinds = {"conv": getattr(layer, "conv_states", {}), "recurrent": getattr(layer, "recurrent_states", {})}
     return {(kind, index): state for kind, states in kinds.items() for index, state in states.items()}
-
-
-def find_lasting(layers: Iterable[Any]) -> list[Tensor] | None:
-    """All that transformers' layers hold, if each pass writes it where it lies: states of linear layers. None, if one
-    holds keys, or what is past, which are other tensors after each pass."""
-    found = list[Tensor]()
-    for layer in layers:
-        if isinstance(layer, CacheLayerMixin) or getattr(layer, "record_past", False):
-            return None
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            found += [state for state in list_states(layer).values() if state is not None]
-    return found
 
 
 def count_writes(layer: Any) -> dict[Hashable, int]:

@@ -1,4 +1,5 @@
-"""Decode steps of hybrids as replays: a graph reads and writes states of linear layers where they lie."""
+"""Decode steps of hybrids as replays: a graph reads and writes states of linear layers where they lie, and windows of
+sliding layers in places of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from eval.families import build
 from qada_cache import QAdACache
 from qada_cache.versions import pass_cache
 
-# Of states of several kinds, and beside layers without any.
-TYPES = ("granitemoehybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5_text")
+# Of states of several kinds, and beside layers without any. Of sliding windows: with masks by kinds of layers, with
+# more inputs, with eager attention, with a head that transformers takes for the decoder.
+LINEAR = ("granitemoehybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5_text")
+SLIDING = ("gemma3", "gemma4", "gpt_oss", "modernbert-decoder")
 
 make = partial(graphed.make, token_threshold=0.0)
 
@@ -27,13 +30,13 @@ def read(model: PreTrainedModel, cache: QAdACache, ids: torch.Tensor, *sizes: in
     return torch.cat([model(input_ids=part, **pass_cache(cache), use_cache=True).logits[:, -1] for part in parts])
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", LINEAR + SLIDING)
 @torch.no_grad()
 def test_families(model_type: str, device: str) -> None:
     """Past flushes, and past a second turn."""
     model = build(model_type)[0].to(device)
     ids = prompt(130)[0] % 90 + 5
-    sizes = 60, *[1] * 30, 5, *[1] * 35
+    sizes = 66, *[1] * 27, 5, *[1] * 32
     computed, replayed = (read(model, make(model, cuda_graph=on), ids, *sizes) for on in (False, True))
     assert RecordedGraph.replays > 30
     assert torch.equal(computed, replayed) if device == "cpu" else torch.allclose(computed, replayed, atol=1e-4)
@@ -52,10 +55,11 @@ def test_positions_that_a_decoder_makes_otherwise(device: str) -> None:
     assert "the model goes by numbers" in graph.failed
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3"])
 @torch.no_grad()
-def test_states_that_were_put_back(device: str) -> None:
+def test_states_that_were_put_back(family: str, device: str) -> None:
     """A crop goes back to a snapshot: other tensors than a graph knows."""
-    model = tiny("qwen3_next").to(device)
+    model = tiny(family).to(device)
     ids, outputs = prompt(200)[0], []
     for on in (False, True):
         cache = make(model, cuda_graph=on)
@@ -67,6 +71,25 @@ def test_states_that_were_put_back(device: str) -> None:
         outputs.append(torch.cat(found))
     assert RecordedGraph.replays > 15
     assert torch.allclose(*outputs, atol=1e-5)
+
+
+@torch.no_grad()
+def test_padding_within_a_window(device: str) -> None:
+    """Is hidden from its row's tokens: there is no replay before the window has left it."""
+    model, outputs = tiny("gemma3", sliding_window=40).to(device), []
+    (ids, mask), steps = prompt(60, 25), 30
+    told = torch.cat([mask, torch.ones(2, steps, dtype=mask.dtype)], dim=1).to(device)
+    places = (told.cumsum(dim=1) - 1).clamp_min(0)
+    for on in (False, True):
+        cache, found, seen = make(model, cuda_graph=on), [], 0
+        for tokens in (60, *[1] * steps):
+            new = slice(seen, seen := seen + tokens)
+            given = {"attention_mask": told[:, :seen], "position_ids": places[:, new], **pass_cache(cache)}
+            found.append(model(torch.cat([ids, ids], dim=1)[:, new].to(device), **given).logits[:, -1])
+            assert not RecordedGraph.replays or seen > 35 + 39
+        outputs.append(torch.stack(found))
+    assert torch.allclose(*outputs, atol=1e-5)
+    assert RecordedGraph.replays > 10
 
 
 @torch.no_grad()
@@ -88,15 +111,15 @@ def test_a_step_that_ended_in_a_linear_layer_is_refused(device: str) -> None:
 
 
 @torch.no_grad()
-def test_layers_whose_keys_move_have_no_graph(device: str) -> None:
-    model = tiny("gemma3").to(device)
+def test_layers_whose_keys_grow_have_no_graph(device: str) -> None:
+    model = build("llama4_text")[0].to(device)
     assert make(model)._decode_graph is None
-    with pytest.raises(NotImplementedError, match="sliding"):
+    with pytest.raises(NotImplementedError, match="chunks"):
         make(model, cuda_graph=True)
-    hybrid = tiny("qwen3_next").to(device)
-    cache = make(hybrid, cuda_graph=True)
-    for layer in cache.layers:
-        if hasattr(layer, "activate_past_recording"):
-            layer.activate_past_recording()
-    read(hybrid, cache, prompt(70)[0], 60, *[1] * 10)
-    assert not RecordedGraph.replays
+    for hybrid in (tiny("qwen3_next").to(device), tiny("gemma3").to(device)):
+        cache = make(hybrid, cuda_graph=True)
+        for layer in cache.layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+        read(hybrid, cache, prompt(70)[0], 60, *[1] * 10)
+        assert not RecordedGraph.replays
