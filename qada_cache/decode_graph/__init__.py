@@ -58,8 +58,6 @@ def make_graph(options: Options, managed: ManagedModel, layers: list[Any]) -> "D
         why = "holds no steps of latents that an indexer picks: build the cache without cuda_graph"
     elif managed.latents is not None and options.criterion == "dense" and (not asked or options.bulk_bits < BULK_BITS):
         why = "holds no steps that read whole latents of few bits: give bulk_bits=16, or build it without cuda_graph"
-    elif managed.readers:
-        why = "holds no steps of layers that read another layer's keys: build the cache without cuda_graph"
     elif attends_twice(managed.model_type):
         why = "holds no steps of layers that attend twice: build the cache without cuda_graph"
     elif managed.layers and len(list_sizes(managed.config)) > 1:
@@ -174,7 +172,7 @@ class DecodeGraph:
         if model.has_hooks or adapted:
             self._fail("its modules have hooks or adapters: cuda_graph=True has one if these stay as they are")
             return False
-        counters = [layer.counters for layer in step.layers]
+        counters = [asker.counters for asker in step.askers]
         sums = self._make_sums(step)
         for each, own in zip(counters, sums, strict=True):
             each.count_replays(*own)
@@ -210,7 +208,7 @@ class DecodeGraph:
         device is waited for."""
         assert self._result is not None
         assert self._lasting is not None
-        written = [each for layer in step.layers for each in layer.counters.on_device] + self._lasting.tensors
+        written = [each for asker in step.askers for each in asker.counters.on_device] + self._lasting.tensors
         before = [each.clone() for each in written]
         step.shared.progress.changing = "a replayed step"
         self._graph.replay()
@@ -240,6 +238,6 @@ class DecodeGraph:
         heads, kv_heads = read_sizes(step.shared.model.config)[1], step.stores[0].near_keys.shape[1]  # latents have one
         with torch.inference_mode(False):  # they may be added to outside inference mode
             of_heads = [
-                torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for _ in step.layers
+                torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for _ in step.askers
             ]
             return [(each, each.new_zeros(kv_heads)) for each in of_heads]

@@ -45,8 +45,9 @@ class HostState:
         """Of all layers of a cache."""
         self._shared, self._progress = shared, (shared.progress.reached, dict(shared.progress.visits))
         self._is_prefill_chunk = shared.forward_pass.is_prefill_chunk
-        parts = ((layer.counters, layer.store) for layer in layers if isinstance(layer, QAdALayer))
-        held = [*layers, *chain.from_iterable(parts)]
+        ours = [layer for layer in layers if isinstance(layer, QAdALayer)]
+        parts = ((asker, asker.counters) for layer in ours for asker in layer.askers)
+        held = [*layers, *(layer.store for layer in ours), *chain.from_iterable(parts)]
         self._held = [(each, {name: _copy(value) for name, value in vars(each).items()}) for each in held]
 
     def restore(self) -> None:

@@ -41,6 +41,7 @@ class Step:
     def __init__(self, layers: list[QAdALayer], inputs: dict[str, Tensor]) -> None:
         """`inputs` as of `find_inputs`; positions that are not told are made."""
         self.layers, self.shared = list(layers), layers[0].shared
+        self.askers = [asker for layer in layers for asker in layer.askers]
         self._told = _list_facts(inputs)
         self.stores: list[TokenStore] = [layer.store for layer in layers if layer.store is not None]
         store, forward_pass = self.stores[0], self.shared.forward_pass
@@ -65,15 +66,17 @@ class Step:
         self._tokens: Any = None  # that the last replay left
         self._settings: dict[str, Any] = {}  # the config's, then
         self._options = self.shared.options
-        heads = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self.stores]  # of a token
+        # By layer that asks.
+        self._asked = [layer.store for layer in layers for _ in layer.askers if layer.store is not None]
+        heads = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self._asked]  # of a token
         self._dense_bytes = [self.numbers["dense_tokens"] * token_bytes for token_bytes in heads]
 
     @property
     def plans(self) -> list[Any]:
         """Those of all layers' kernels, weakly; empty, if torch computes one, or if it was a turn."""
-        known = [layer.plan for layer in self.layers]
+        known = [asker.plan for asker in self.askers]
         served = all(each is not None and each.kernel is not None and each.queries[2] == 1 for each in known)
-        current = served and all(each.version == store.version for each, store in zip(known, self.stores, strict=True))
+        current = served and all(each.version == store.version for each, store in zip(known, self._asked, strict=True))
         return [weakref.ref(each) for each in known] if current else []
 
     def is_followed_by(self, layers: list[QAdALayer]) -> bool:
@@ -120,10 +123,11 @@ class Step:
     def advance(self) -> None:
         """Count what a replay of it has added."""
         decisions = self.numbers["decisions"]
-        for layer, store, dense_bytes in zip(self.layers, self.stores, self._dense_bytes, strict=True):
+        for layer, store in zip(self.layers, self.stores, strict=True):
             layer.seen += 1
             store.advance()
-            layer.counters.count_call(decisions, dense_bytes)
+        for asker, dense_bytes in zip(self.askers, self._dense_bytes, strict=True):
+            asker.counters.count_call(decisions, dense_bytes)
         self._tokens = self._find_tokens()
         self._settings = dict(vars(self.shared.model.config))
 
@@ -224,7 +228,7 @@ def find_inputs(
         return None
     if first.device != device or not (followed or _are_alike(layers)):
         return None
-    if shared.progress.changing or shared.progress.reached < layers[-1].index:  # interrupted: it is refused
+    if shared.progress.changing or shared.progress.reached < shared.model.layers[-1]:  # interrupted: it is refused
         return None
     if device.type not in GRAPHS or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return None

@@ -34,9 +34,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "by head": {"token_threshold": 0.0, "group_rule": "head", "threshold": 0.5},
     "latents": {"token_threshold": 0.0, "criterion": "gaussian", "bulk_bits": 16},
     "linear layers": {"token_threshold": 0.0},
-    "sliding layers": {"token_threshold": 0.0},
+    "windows, shared keys": {"token_threshold": 0.0},
 }
-TYPES = {"latents": "deepseek_v3", "linear layers": "qwen3_next", "sliding layers": "gemma3"}
+TYPES = {"latents": "deepseek_v3", "linear layers": "qwen3_next", "windows, shared keys": "gemma3n"}
 
 
 def describe(cache: QAdACache) -> dict[str, Any]:
@@ -55,7 +55,7 @@ CASES: list[tuple[str, Use]] = [(name, one_shot) for name in ("whole heads", "by
 CASES += [("whole heads", use) for use in (padded, cropped, rows, copied_and_saved)]
 CASES += [("latents", use) for use in (one_shot, padded, cropped, rows, copied_and_saved)]
 CASES += [("linear layers", use) for use in (one_shot, padded, rows, copied_and_saved)]
-CASES += [("sliding layers", use) for use in (one_shot, padded, rows, copied_and_saved)]
+CASES += [("windows, shared keys", use) for use in (one_shot, padded, rows, copied_and_saved)]
 MORE: list[tuple[str, Use]] = [("exact", one_shot), ("other moments", one_shot), ("whole heads", used_again)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 INTERPRETED = [
