@@ -181,14 +181,14 @@ class DecodeGraph:
         kept = HostState(layers, step.shared)
         graph = GRAPHS[step.device.type](step.device)
         try:
-            with step.use(self._places), graph.capture():
+            with step.use(self._places), self._lasting.write(Held(layers)), graph.capture():
                 result = compute(**self._tell(kwargs, self._places.inputs))
                 more = {name for name in result if name not in ("last_hidden_state", *CACHE_NAMES)}
                 if more:
                     raise NotImplementedError(f"the model returns {', '.join(sorted(more))}")
-                if not (after := Held(layers)).lasts or not self._lasting.fits(after):
+                after = Held(layers)
+                if not after.lasts or not self._lasting.fits(after):
                     raise NotImplementedError("what its linear or sliding layers hold is of another kind after a pass")
-                self._lasting.write(after)
                 flags = torch.stack([each.take_flags() for each in counters])  # [layers, batch, kv_heads, group, 1]
                 local = ~flags
                 heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))

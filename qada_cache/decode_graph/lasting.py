@@ -5,7 +5,9 @@ tensors in each pass. A graph has a place of its own for each of these: it reads
 what the pass leaves. A full window hides nothing of what it holds from the next token, whatever the token's position.
 """
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -84,10 +86,26 @@ class Lasting:
         for layer, keys, values in zip(held.sliding, self._windows[::2], self._windows[1::2], strict=True):
             layer.keys, layer.values = keys, values
 
-    def write(self, held: Held) -> None:
-        """On the device: what a pass has left, where the next one reads."""
-        for place, left in zip(self._windows, held.windows, strict=True):
-            place.copy_(left)
+    @contextlib.contextmanager
+    def write(self, held: Held) -> Iterator[None]:
+        """Have a pass meanwhile leave there what the next one reads, layer by layer, so that no more than one window is
+        held twice."""
+        for layer, keys, values in zip(held.sliding, self._windows[::2], self._windows[1::2], strict=True):
+            layer.update = functools.partial(_update, layer.update, layer, keys, values)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for layer in held.sliding:
+                del layer.update
+
+
+def _update(own: Callable[..., Any], layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What `layer`'s `own` method returns, and its window in these tensors."""
+    seen = own(*args, **kwargs)
+    keys.copy_(layer.keys)
+    values.copy_(layer.values)
+    layer.keys, layer.values = keys, values
+    return seen
 
 
 def _is_full(layer: DynamicSlidingWindowLayer) -> bool:

@@ -1,7 +1,8 @@
 """Whether a bound step launches what Triton would: `python tests/helpers/direct_launches.py`.
 
 On a driver that launches nothing. Exits with an error unless a kernel that is called without Triton's looking for it
-gets the arguments, in order, that Triton gave it, and unless Triton is asked again where it compiles anew.
+gets the arguments, in order, that Triton gave it, and unless Triton is asked again where it compiles anew. Kernels of a
+step have to be compiled side by side, each once.
 """
 
 from dataclasses import replace
@@ -18,16 +19,20 @@ from qada_cache.kernels.operands import Operands, Query, Rows
 from qada_cache.kernels.triton import fused_decode
 
 
-def launch(query: Query, rows: Rows, layer: Operands) -> tuple[list[tuple[str, list[Any]]], int]:
-    """Kernels with their arguments, but the two tensors that are new in each step; and how many Triton looked for."""
+def launch(query: Query, rows: Rows, layer: Operands) -> tuple[list[tuple[str, list[Any]]], list[bool]]:
+    """Kernels with their arguments, but the two tensors that are new in each step; and of each that Triton looked for,
+    whether it was to be launched at once."""
     Launcher.launched.clear()
-    with mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as looked_for:
+    compiles = {"autospec": True, "side_effect": JITFunction._do_compile}
+    looked_for = mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run)
+    with looked_for as run, mock.patch.object(JITFunction, "_do_compile", **compiles) as compiled:
         new = {tensor.data_ptr() for tensor in fused_decode(query, rows, layer)}
+    assert all(call.args[-1] is True for call in compiled.call_args_list)  # side by side: not to be launched
     found = []
     for name, arguments in Launcher.launched:
         told = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
         found.append((name, ["new" if one in new else one for one in told]))
-    return found, looked_for.call_count
+    return found, [not call.kwargs["warmup"] for call in run.call_args_list]
 
 
 def main() -> None:
@@ -36,11 +41,12 @@ def main() -> None:
     query, rows, layer = Step(32, 32, 2, torch.float32, 3000, 1.5, 16, counted).make_operands()
     first, asked = launch(query, rows, layer)
     names = [name for name, _ in first]
-    assert (names, asked) == (["local_kernel", "estimate_kernel", "selected_kernel"], 3)
-    assert launch(query, rows, layer) == (first, 0)
+    together = [False] * 3 + [True] * 3
+    assert (names, asked) == (["local_kernel", "estimate_kernel", "selected_kernel"], together)
+    assert launch(query, rows, layer) == (first, [])
     elsewhere = torch.zeros(query.states.numel() + 1)[1:].view_as(query.states)  # at no multiple of 16
     again, asked = launch(replace(query, states=elsewhere), rows, layer)
-    assert ([name for name, _ in again], asked) == (names, 3)
+    assert ([name for name, _ in again], asked) == (names, together)
     assert again != first
     print(f"{len(names)} kernels are called directly")
 

@@ -27,7 +27,7 @@ from . import sizing
 from .estimate_kernels import count_rows, estimate_kernel
 from .given import Given
 from .kernels import bulk_kernel, local_kernel
-from .launching import Launches, RowStrides, find_stride
+from .launching import Launch, Launches, RowStrides, compile_together, find_stride
 from .scratch import Scratch
 from .sketch_kernels import selected_kernel
 
@@ -84,6 +84,7 @@ class BoundLaunches:
         near["BLOCK_C"] = sizing.NEAR_COLUMNS
         near["BLOCK_B"] = max(sizing.NEAR_COLUMNS // near["BLOCK_N"], triton.next_power_of_2(self._blocks))
         self._grid = kv_heads, batch
+        self._variants: set[tuple] = set()  # that have been launched
         # Of each group, how many blocks are done: 0 between steps, which scratch that others use could not say.
         self._arrived = torch.zeros(batch * kv_heads, dtype=torch.int32, device=states.device)
         self._out, self._flags = (batch, heads, 1, value_dim), (batch, kv_heads, group, 1)
@@ -167,28 +168,37 @@ class BoundLaunches:
         # What may differ between steps of what Triton compiles for: strides of 1, marks, multiples of 16.
         aligned = states.data_ptr() % 16 == 0, log_bulk.data_ptr() % 16 == 0
         variant = of_rows.variant, marks is None, aligned, sinks is None or sinks.data_ptr() % 16 == 0
-        with torch.cuda.device_of(states):  # Triton launches on the current device
-            self._local.launch(
-                local_kernel, (*self._grid, self._near_programs), variant,
+        launches: list[Launch] = [(
+            self._local, local_kernel, (*self._grid, self._near_programs), (
                 states, *given.near, *of_rows.tensors, log_bulk, *given.near_parts, flags, out, *given.queries, sinks,
                 marks, *self._near_strides, *of_rows.strides, s_mass, s_marks, rows.columns, self._blocks, self._turn,
                 *self._numbers,
-            )  # fmt: skip
-            if self._sketched:
-                self._estimate.launch(
-                    estimate_kernel, (self._sums, *self._grid), variant,
+            ),
+        )]  # fmt: skip
+        if self._sketched:
+            launches.append((
+                self._estimate, estimate_kernel, (self._sums, *self._grid), (
                     *given.codes, lengths, *given.estimates, s_length, *self._sketch_strides, self._room, self._turn,
-                )  # fmt: skip
-                self._selected.launch(
-                    selected_kernel, (self._splits, *self._grid), variant,
+                ),
+            ))  # fmt: skip
+            launches.append((
+                self._selected, selected_kernel, (self._splits, *self._grid), (
                     states, *given.tokens, lengths, *given.counted, flags, *given.selected, out, given.done, marks,
                     *self._bulk_strides, s_length, *self._sketch_strides, s_marks, self._room, *self._record_rooms,
                     self._sums, self._turn, self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
-                )  # fmt: skip
-            elif self._splits:
-                self._bulk.launch(
-                    bulk_kernel, (self._splits, *self._grid), variant,
+                ),
+            ))  # fmt: skip
+        elif self._splits:
+            launches.append((
+                self._bulk, bulk_kernel, (self._splits, *self._grid), (
                     states, *given.bulk, lengths, flags, *given.merged, out, given.done,
                     *self._bulk_strides, s_length, self._turn, self._scaling,
-                )  # fmt: skip
+                ),
+            ))  # fmt: skip
+        with torch.cuda.device_of(states):  # Triton launches on the current device
+            if variant not in self._variants:
+                compile_together(launches)
+                self._variants.add(variant)
+            for of_kernel, kernel, grid, args in launches:
+                of_kernel.launch(kernel, grid, variant, *args)
         return out, flags

@@ -1,10 +1,12 @@
 """What was compiled of a kernel, called without Triton's looking for it."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
 
 from ..operands import Rows
 
@@ -14,14 +16,14 @@ class Launches:
     without Triton's looking for it, which takes longer than all else that the host does."""
 
     def __init__(self, **constants: Any) -> None:
-        self._constants = constants
+        self.constants = constants
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # behind which constants in their order
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], variant: tuple[Any, ...], *args: Any) -> None:
         """`variant` has all that Triton compiles for anew, of `args` that may differ from one step to the next."""
         if (found := self._compiled.get(variant)) is None:
-            if (compiled := kernel[grid](*args, **self._constants)) is not None:  # the interpreter compiles nothing
-                self._compiled[variant] = compiled, [self._constants[name] for name in kernel.arg_names[len(args) :]]
+            if (compiled := kernel[grid](*args, **self.constants)) is not None:  # the interpreter compiles nothing
+                self._compiled[variant] = compiled, [self.constants[name] for name in kernel.arg_names[len(args) :]]
             return
         compiled, constants = found
         if _is_hooked():
@@ -32,6 +34,19 @@ class Launches:
         stream = active.get_current_stream(active.get_current_device())
         told = compiled.function, compiled.packed_metadata, None, None, None
         compiled.run(*grid, stream, *told, *args, *constants)
+
+
+Launch = tuple[Launches, Any, tuple[int, int, int], tuple[Any, ...]]
+
+
+def compile_together(launches: list[Launch]) -> None:
+    """Side by side, what has to be compiled of the `Launches`, kernels, grids and arguments of one step."""
+    new = [each for each in launches if isinstance(each[1], JITFunction)]  # the interpreter's are none
+    if not new:
+        return
+    with ThreadPoolExecutor(len(new)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        for of_kernel, kernel, grid, args in new:  # the launch of one that cannot be compiled says why
+            kernel.warmup(*args, grid=grid, **of_kernel.constants)
 
 
 def _is_hooked() -> bool:
