@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models import attends_twice, decoder_forward, list_sizes, read_sizes
+from ..models import attends_twice, decoder_forward
 from ..models.latent import has_indexers
 from ..models.sharding import UNSHARDED
 from ..said_once import warn_once
@@ -60,8 +60,6 @@ def make_graph(options: Options, managed: ManagedModel, layers: list[Any]) -> "D
         why = "holds no steps that read whole latents of few bits: give bulk_bits=16, or build it without cuda_graph"
     elif attends_twice(managed.model_type):
         why = "holds no steps of layers that attend twice: build the cache without cuda_graph"
-    elif managed.layers and len(list_sizes(managed.config)) > 1:
-        why = "holds no steps of layers that differ in their heads: build the cache without cuda_graph"
     elif managed.layers and not can_last(layers, managed.config):
         why = "holds no steps of layers whose keys grow, or that attend by chunks: build the cache without cuda_graph"
     elif managed.shard is not UNSHARDED:
@@ -173,7 +171,7 @@ class DecodeGraph:
             self._fail("its modules have hooks or adapters: cuda_graph=True has one if these stay as they are")
             return False
         counters = [asker.counters for asker in step.askers]
-        sums = self._make_sums(step)
+        sums = _make_sums(step)
         for each, own in zip(counters, sums, strict=True):
             each.count_replays(*own)
         for store in step.stores:
@@ -189,11 +187,7 @@ class DecodeGraph:
                 after = Held(layers)
                 if not after.lasts or not self._lasting.fits(after):
                     raise NotImplementedError("what its linear or sliding layers hold is of another kind after a pass")
-                flags = torch.stack([each.take_flags() for each in counters])  # [layers, batch, kv_heads, group, 1]
-                local = ~flags
-                heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))
-                torch._foreach_add_([own[0] for own in sums], list(heads.unbind()))
-                torch._foreach_add_([own[1] for own in sums], list(groups.unbind()))
+                _add_local([each.take_flags() for each in counters], sums)
                 self._places.advance()
         except Exception as error:  # whatever a driver, a kernel or the model itself raises while it is captured
             self._fail(f"{type(error).__name__}: {error}".partition("\n")[0])
@@ -233,11 +227,22 @@ class DecodeGraph:
         else:
             logger.info(said)
 
-    def _make_sums(self, step: Step) -> list[tuple[Tensor, Tensor]]:
-        """Zeros that a graph adds decisions to, layer by layer, as `Counters.count_replays` takes them."""
-        heads, kv_heads = read_sizes(step.shared.model.config)[1], step.stores[0].near_keys.shape[1]  # latents have one
-        with torch.inference_mode(False):  # they may be added to outside inference mode
-            of_heads = [
-                torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for _ in step.askers
-            ]
-            return [(each, each.new_zeros(kv_heads)) for each in of_heads]
+
+def _make_sums(step: Step) -> list[tuple[Tensor, Tensor]]:
+    """Zeros that a graph adds decisions to, by layer that asks, as `Counters.count_replays` takes them."""
+    sizes = [(asker.plan.queries[1], asker.plan.operands.kv_heads) for asker in step.askers]
+    with torch.inference_mode(False):  # they may be added to outside inference mode
+        of_heads = [
+            torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for heads, kv_heads in sizes
+        ]
+        return [(each, each.new_zeros(len(each))) for each in of_heads]
+
+
+def _add_local(flags: list[Tensor], sums: list[tuple[Tensor, Tensor]]) -> None:
+    """Add what flags `[batch, kv_heads, group, 1]` call local to a layer's sums, at once for layers alike in heads."""
+    for shape in dict.fromkeys(each.shape for each in flags):
+        alike = [(each, own) for each, own in zip(flags, sums, strict=True) if each.shape == shape]
+        local = ~torch.stack([each for each, _ in alike])  # [layers, batch, kv_heads, group, 1]
+        heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))
+        torch._foreach_add_([own[0] for _, own in alike], list(heads.unbind()))
+        torch._foreach_add_([own[1] for _, own in alike], list(groups.unbind()))

@@ -16,6 +16,7 @@ from models import (
     logits_of,
     prompt,
     tiny,
+    uneven,
 )
 from test_families import UNSUPPORTED
 from transformers import (
@@ -116,14 +117,7 @@ def test_layers_of_two_head_sizes(how: str, tmp_path: Path) -> None:
 def test_full_attention_layers_that_differ_in_their_heads(tmp_path: Path) -> None:
     """Tables are as wide as for the layer that has most heads, and the others leave the rest of a row."""
     kv_heads, ids = {0: 1, 1: 2, 2: 4}, prompt(150)[0]
-    sizes = {index: {"num_key_value_heads": count} for index, count in kv_heads.items()}
-    model = tiny(num_hidden_layers=3, per_layer_config=sizes, allow_global_per_layer_attribute_access=True)
-    for index, count in kv_heads.items():  # which its modeling file does not look for
-        module = model.model.layers[index].self_attn
-        module.num_key_value_groups = 4 // count
-        for name in ("k_proj", "v_proj"):
-            setattr(module, name, torch.nn.Linear(32, 8 * count, bias=False))
-            torch.nn.init.normal_(getattr(module, name).weight, std=0.35)
+    model = uneven(kv_heads)
     wanted = generate(model, ids, DynamicCache(config=model.config))
     assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-4)
     assert_close(logits_of(generate(model, ids, exact(model))), logits_of(wanted))

@@ -8,7 +8,7 @@ from functools import partial
 import graphed
 import pytest
 import torch
-from models import prompt, tiny
+from models import prompt, tiny, uneven
 from recorded_graph import RecordedGraph
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
@@ -41,6 +41,19 @@ def test_families(model_type: str, device: str) -> None:
     computed, replayed = (read(model, make(model, cuda_graph=on), ids, *sizes) for on in (False, True))
     assert RecordedGraph.replays > 30
     assert torch.equal(computed, replayed) if device == "cpu" else torch.allclose(computed, replayed, atol=1e-4)
+
+
+@torch.no_grad()
+def test_layers_that_differ_in_their_heads(device: str) -> None:
+    """Of each the decisions are counted by itself."""
+    model, ids = uneven({0: 1, 1: 2, 2: 4}).to(device), prompt(90)[0]
+    caches = [make(model, cuda_graph=on, threshold=0.12, group_rule="head") for on in (False, True)]
+    computed, replayed = (read(model, cache, ids, 60, *[1] * 30) for cache in caches)
+    assert RecordedGraph.replays > 15
+    torch.testing.assert_close(replayed, computed, rtol=0, atol=1e-5)
+    shares = [cache.stats().local_share for cache in caches]
+    assert 0 < shares[0].nanmean() < 1
+    torch.testing.assert_close(*shares, rtol=0, atol=0, equal_nan=True)
 
 
 @torch.no_grad()

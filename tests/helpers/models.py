@@ -132,6 +132,19 @@ def tiny(
     return model.eval().to(dtype)
 
 
+def uneven(kv_heads: dict[int, int]) -> PreTrainedModel:
+    """A seeded Llama whose layers differ in their KV heads, by layer."""
+    sizes = {index: {"num_key_value_heads": count} for index, count in kv_heads.items()}
+    model = tiny(num_hidden_layers=len(sizes), per_layer_config=sizes, allow_global_per_layer_attribute_access=True)
+    for index, count in kv_heads.items():  # which its modeling file does not look for
+        module = model.model.layers[index].self_attn
+        module.num_key_value_groups = 4 // count
+        for name in ("k_proj", "v_proj"):
+            setattr(module, name, torch.nn.Linear(32, 8 * count, bias=False))
+            torch.nn.init.normal_(getattr(module, name).weight, std=0.35)
+    return model
+
+
 def prompt(*lengths: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Random token ids `[rows, max(lengths)]`, padded on the left with 0, and their attention mask."""
     generator = torch.Generator().manual_seed(seed)
