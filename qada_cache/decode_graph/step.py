@@ -271,7 +271,11 @@ def _shows_all(layer: QAdALayer, mask: Any) -> bool:
     """Whether a mask, or those by kinds of layers that models make which read images, show each row's next token, and
     of those before it what is known; others are the model's to read. To look waits for the device."""
     if isinstance(mask, dict):
-        return all(each is None or (isinstance(each, Tensor) and _shows(layer, each)) for each in mask.values())
+        masks = [each for each in mask.values() if each is not None]
+        if not all(isinstance(each, Tensor) and _shows(layer, each) for each in masks):
+            return False
+        # Masks of windows do not tell of padding before these.
+        return not layer.padding.known.numel() or any(each.shape[-1] == layer.seen + 1 for each in masks)
     return isinstance(mask, Tensor) and mask.dim() == 2 and _shows(layer, mask)
 
 

@@ -94,6 +94,23 @@ def test_padding_within_a_window(device: str) -> None:
 
 
 @torch.no_grad()
+def test_padding_that_a_mask_of_a_window_alone_does_not_tell_of(device: str) -> None:
+    """A model that reads images makes masks of its own without one: a step without padding is refused."""
+    model = build("gemma4")[0].to(device)
+    ids, mask = prompt(148, 120)
+    ids, told, seen = (ids % 90 + 5).to(device), mask.to(device), 140
+    cache = make(model, cuda_graph=True)
+    model(input_ids=ids[:, :seen], attention_mask=told[:, :seen], **pass_cache(cache), use_cache=True)
+    for at in range(seen, 147):
+        model(input_ids=ids[:, at : at + 1], attention_mask=told[:, : at + 1], **pass_cache(cache), use_cache=True)
+    before = RecordedGraph.replays
+    assert before
+    with pytest.raises(ValueError, match="does not agree with the tokens already cached"):
+        model(input_ids=ids[:, 147:], **pass_cache(cache), use_cache=True)
+    assert RecordedGraph.replays == before
+
+
+@torch.no_grad()
 def test_a_step_that_ended_in_a_linear_layer_is_refused(device: str) -> None:
     """Behind the last layer of ours, which would be replayed with one token more than the others hold."""
     model = build("qwen3_5_text")[0].to(device)
