@@ -25,7 +25,7 @@ from .capturing import GRAPHS
 _INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "position_ids")  # of a decoder, that differ by step
 ALIGNMENT = 16  # bytes, of tensors side by side
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # which make masks on the device, or none
-_EAGER = "eager"  # which makes zeros on the host, and does without as well
+_EAGER = "eager"  # whose masks are made on the host, and others will do
 # What tells of a layer's tokens, and of its store's.
 _OF_LAYER = attrgetter("store", "seen", "padding", "incoming", "device")
 _OF_STORE = attrgetter("end", "lengths")

@@ -44,6 +44,18 @@ def test_families(model_type: str, device: str) -> None:
 
 
 @torch.no_grad()
+def test_eager_attention_that_does_not_do_without_a_mask(device: str) -> None:
+    """ModernBERT's decoder adds one to the scores of its sliding layers, whatever it is."""
+    model = build("modernbert-decoder")[0].to(device)
+    model.set_attn_implementation("eager")
+    ids = prompt(90)[0] % 90 + 5
+    caches = [make(model, cuda_graph=on) for on in (False, True)]
+    computed, replayed = (read(model, cache, ids, 66, *[1] * 24) for cache in caches)
+    assert RecordedGraph.replays > 10
+    assert torch.equal(computed, replayed) if device == "cpu" else torch.allclose(computed, replayed, atol=1e-4)
+
+
+@torch.no_grad()
 def test_positions_that_a_decoder_makes_otherwise(device: str) -> None:
     """Bamba's, which are told none, go by a call's own tokens: no replay takes the place of such a step."""
     model = build("bamba")[0].to(device)
