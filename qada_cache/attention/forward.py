@@ -32,9 +32,9 @@ _switched_on: Any = WeakIdKeyDictionary()
 
 
 class _Masks(threading.local):
-    """Whether models make any, by thread."""
+    """Whether models make any that hide tokens, by thread."""
 
-    made = True
+    hide = True
 
 
 _masks = _Masks()
@@ -89,12 +89,13 @@ def is_switched_on(config: PreTrainedConfig) -> bool:
 
 @contextlib.contextmanager
 def without_masks() -> Iterator[None]:
-    """Have models make no masks meanwhile, in this thread: each row's new token sees all that layers hold."""
-    _masks.made = False
+    """Have models make no masks meanwhile, in this thread, or zeros on the device for layers that are not ours, as not
+    all models do without: each row's new token sees all that layers hold."""
+    _masks.hide = False
     try:
         yield
     finally:
-        _masks.made = True
+        _masks.hide = True
 
 
 def restore_attention(model: PreTrainedModel | PreTrainedConfig) -> None:
@@ -154,9 +155,12 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
     Functions that make masks are told numbers of a cache and not the cache, so one of these says whose it is (`Seen`),
     and whose `ForwardPass` is to know whether the mask hides tokens.
     """
-    if not _masks.made:
-        return None
     tokens, padding = kwargs["kv_length"], kwargs.get("attention_mask")
+    if not _masks.hide:
+        if isinstance(tokens, Seen):
+            return None
+        shape = kwargs["batch_size"], 1, kwargs["q_length"], tokens
+        return torch.zeros(shape, dtype=kwargs["dtype"], device=kwargs["device"])
     if not isinstance(tokens, Seen):
         return base(**kwargs)
     causal = kwargs.get("mask_function") is causal_mask_function

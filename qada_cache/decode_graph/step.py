@@ -25,7 +25,7 @@ from .capturing import GRAPHS
 _INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "position_ids")  # of a decoder, that differ by step
 ALIGNMENT = 16  # bytes, of tensors side by side
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # which make masks on the device, or none
-_EAGER = "eager"  # which makes zeros on the host, and does without as well
+_EAGER = "eager"  # whose masks are made on the host, and others will do
 # What tells of a layer's tokens, and of its store's.
 _OF_LAYER = attrgetter("store", "seen", "padding", "incoming", "device")
 _OF_STORE = attrgetter("end", "lengths")
@@ -271,7 +271,11 @@ def _shows_all(layer: QAdALayer, mask: Any) -> bool:
     """Whether a mask, or those by kinds of layers that models make which read images, show each row's next token, and
     of those before it what is known; others are the model's to read. To look waits for the device."""
     if isinstance(mask, dict):
-        return all(each is None or (isinstance(each, Tensor) and _shows(layer, each)) for each in mask.values())
+        masks = [each for each in mask.values() if each is not None]
+        if not all(isinstance(each, Tensor) and _shows(layer, each) for each in masks):
+            return False
+        # Masks of windows do not tell of padding before these.
+        return not layer.padding.known.numel() or any(each.shape[-1] == layer.seen + 1 for each in masks)
     return isinstance(mask, Tensor) and mask.dim() == 2 and _shows(layer, mask)
 
 

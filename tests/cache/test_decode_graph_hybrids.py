@@ -57,6 +57,18 @@ def test_layers_that_differ_in_their_heads(device: str) -> None:
 
 
 @torch.no_grad()
+def test_eager_attention_that_does_not_do_without_a_mask(device: str) -> None:
+    """ModernBERT's decoder adds one to the scores of its sliding layers, whatever it is."""
+    model = build("modernbert-decoder")[0].to(device)
+    model.set_attn_implementation("eager")
+    ids = prompt(90)[0] % 90 + 5
+    caches = [make(model, cuda_graph=on) for on in (False, True)]
+    computed, replayed = (read(model, cache, ids, 66, *[1] * 24) for cache in caches)
+    assert RecordedGraph.replays > 10
+    assert torch.equal(computed, replayed) if device == "cpu" else torch.allclose(computed, replayed, atol=1e-4)
+
+
+@torch.no_grad()
 def test_positions_that_a_decoder_makes_otherwise(device: str) -> None:
     """Bamba's, which are told none, go by a call's own tokens: no replay takes the place of such a step."""
     model = build("bamba")[0].to(device)
@@ -104,6 +116,23 @@ def test_padding_within_a_window(device: str) -> None:
         outputs.append(torch.stack(found))
     assert torch.allclose(*outputs, atol=1e-5)
     assert RecordedGraph.replays > 10
+
+
+@torch.no_grad()
+def test_padding_that_a_mask_of_a_window_alone_does_not_tell_of(device: str) -> None:
+    """A model that reads images makes masks of its own without one: a step without padding is refused."""
+    model = build("gemma4")[0].to(device)
+    ids, mask = prompt(148, 120)
+    ids, told, seen = (ids % 90 + 5).to(device), mask.to(device), 140
+    cache = make(model, cuda_graph=True)
+    model(input_ids=ids[:, :seen], attention_mask=told[:, :seen], **pass_cache(cache), use_cache=True)
+    for at in range(seen, 147):
+        model(input_ids=ids[:, at : at + 1], attention_mask=told[:, : at + 1], **pass_cache(cache), use_cache=True)
+    before = RecordedGraph.replays
+    assert before
+    with pytest.raises(ValueError, match="does not agree with the tokens already cached"):
+        model(input_ids=ids[:, 147:], **pass_cache(cache), use_cache=True)
+    assert RecordedGraph.replays == before
 
 
 @torch.no_grad()
