@@ -25,6 +25,7 @@ WRONG = {  # arguments, by what is said of them
     "trials --dtype nosuch --out x.csv": "--dtype: invalid choice",
     "trials --text nosuch --out x.csv": "--text: nosuch cannot be read",
     "trials --text empty.txt --out x.csv": "--text: empty.txt is empty",
+    "convert --out notes.txt/made": "--out: there is no folder notes.txt",
     "sweep --thresholds 3 --out x.csv": "--thresholds: invalid share",
     "sweep --alphas -1 --out x.csv": "--alphas: invalid share",
     "sweep --prefill -1 --out x.csv": "--prefill: invalid amount",
