@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +26,7 @@ WRONG = {  # arguments, by what is said of them
     "trials --dtype nosuch --out x.csv": "--dtype: invalid choice",
     "trials --text nosuch --out x.csv": "--text: nosuch cannot be read",
     "trials --text empty.txt --out x.csv": "--text: empty.txt is empty",
+    "trials --model nosuch --tasks prose nosuch --out x.csv": "--tasks: lm-eval has no task nosuch",
     "convert --out notes.txt/made": "--out: there is no folder notes.txt",
     "sweep --thresholds 3 --out x.csv": "--thresholds: invalid share",
     "sweep --alphas -1 --out x.csv": "--alphas: invalid share",
@@ -54,6 +56,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("root:x:0:0\nof somebody else, and precious\n")
     (tmp_path / "empty.txt").write_text(" \n")
     monkeypatch.chdir(tmp_path)
+    # The real one reads thousands of files.
+    monkeypatch.setattr("eval.shared.lm_tasks.TaskManager", lambda metadata: SimpleNamespace(all_tasks=["prose_niah"]))
 
 
 @pytest.mark.usefixtures("_folder")
