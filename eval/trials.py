@@ -253,6 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
         model, tokenizer = load(options.model, dtype=options.dtype, device=options.device)
     with read_as_gpus_do() if options.sampled else contextlib.nullcontext():
         run(options, model, tokenizer)
+    if not options.out.exists():
+        parser.error(f"--lengths: no text has {min(options.lengths)} tokens and {options.following} after them")
     print(align(summarize(read(options.out))))
     return 0
 

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from types import SimpleNamespace
 
+import needle
 import pytest
 
 from eval.shared.processes import run_alone
@@ -27,6 +28,8 @@ WRONG = {  # arguments, by what is said of them
     "trials --text nosuch --out x.csv": "--text: nosuch cannot be read",
     "trials --text empty.txt --out x.csv": "--text: empty.txt is empty",
     "trials --model nosuch --tasks prose nosuch --out x.csv": "--tasks: lm-eval has no task nosuch",
+    f"trials --model {needle.FOLDER} --prefill 0 --lengths 9999999 --out x.csv": "--lengths: no text has 9999999",
+    f"codes energies --model {needle.FOLDER} --lengths 9999999 --out x.csv": "--lengths: the text has no two pieces",
     "convert --out notes.txt/made": "--out: there is no folder notes.txt",
     "sweep --thresholds 3 --out x.csv": "--thresholds: invalid share",
     "sweep --alphas -1 --out x.csv": "--alphas: invalid share",
