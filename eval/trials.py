@@ -79,6 +79,7 @@ from qada_cache.sketch import MIN_TOKENS
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
 
+NEAR = 128  # tokens that a cache always reads by default
 NEARLY_ONE = 1 - 1e-9  # a threshold that makes every head long-context; at 1 they would read everything
 
 
@@ -247,6 +248,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=growing_table, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
+    if min(options.lengths) <= NEAR:
+        parser.error(f"--lengths must be above {NEAR}")
     with check_loading(parser):
         if named := [task for task in options.tasks if task != CHAT and not is_continued(task)]:
             check_tasks(parser, named, find_task_manager(options.model, options.lengths[0], options.documents))

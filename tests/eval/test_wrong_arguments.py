@@ -27,6 +27,7 @@ WRONG = {  # arguments, by what is said of them
     "trials --dtype nosuch --out x.csv": "--dtype: invalid choice",
     "trials --text nosuch --out x.csv": "--text: nosuch cannot be read",
     "trials --text empty.txt --out x.csv": "--text: empty.txt is empty",
+    "trials --lengths 300 128 --out x.csv": "--lengths must be above 128",
     "trials --model nosuch --tasks prose nosuch --out x.csv": "--tasks: lm-eval has no task nosuch",
     f"trials --model {needle.FOLDER} --prefill 0 --lengths 9999999 --out x.csv": "--lengths: no text has 9999999",
     f"codes energies --model {needle.FOLDER} --lengths 9999999 --out x.csv": "--lengths: the text has no two pieces",
