@@ -241,6 +241,8 @@ def main(arguments: list[str] | None = None) -> int:
     with check_loading(parser):
         model, tokenizer = load(options.model)
     for length in options.lengths:
+        if len(list(islice(read_prose(tokenizer, length=length, following=FOLLOWING), 2))) < 2:
+            parser.error(f"--lengths: the text has no two pieces of {length} tokens")
         report(options.measure(options, model, tokenizer, length), options.out, add=True)
     return 0
 

@@ -46,11 +46,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         parser.error(f"--out: {options.out} exists already, and is not an empty folder")
+    if not options.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {options.out.parent}")
     with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype)
         made = make_latent(model) if options.latent else make_plain(model)
-    made.save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
+    try:
+        made.save_pretrained(options.out)
+        tokenizer.save_pretrained(options.out)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     print(f"{options.out}: {made.num_parameters() / 1e6:.0f} million weights, {made.dtype}")
     return 0
 

@@ -96,6 +96,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 3},
     "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 4},
+    "gpt_bigcode": {"num_key_value_heads": 1},  # which its layers have whatever is said here
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention"] * 2},
     "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}},

@@ -44,8 +44,8 @@ from eval.shared.deciding import (
     split,
     summarize,
 )
-from eval.shared.language_model import DEFAULT, DTYPES, HELP, check_loading, find_hflm_source, label, load
-from eval.shared.lm_tasks import make_task_manager
+from eval.shared.language_model import DEFAULT, DTYPES, HELP, check_loading, label, load
+from eval.shared.lm_tasks import check_tasks, find_task_manager
 from eval.shared.peers import PEERS, Prefilled
 from eval.shared.sampled import read_as_gpus_do
 from eval.shared.selecting import check_selected, find_prefill_threshold, list_prompt_ways
@@ -79,6 +79,7 @@ from qada_cache.sketch import MIN_TOKENS
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
 
+NEAR = 128  # tokens that a cache always reads by default
 NEARLY_ONE = 1 - 1e-9  # a threshold that makes every head long-context; at 1 they would read everything
 
 
@@ -210,8 +211,7 @@ def read_documents(
         return islice(read_code(tokenizer, **sizes) if task == CODE else pieces, options.documents)
     if task == CHAT:
         return read_chats(tokenizer, length=length, count=options.documents)
-    where, gguf = find_hflm_source(options.model)
-    manager = make_task_manager(where, length, gguf.get("gguf_file"), documents=options.documents)
+    manager = find_task_manager(options.model, length, options.documents)
     return read_task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
 
 
@@ -233,13 +233,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--lengths", type=to_count, nargs="+", default=[3072], help="tokens (default: %(default)s)")
     add("--documents", type=to_count, default=12, help="of each task and length (default: %(default)s)")
     add("--following", type=to_count, default=64, help="tokens to predict of prose and code (default: %(default)s)")
-    add(
-        "--question",
-        choices=("sparse", "dense"),
-        nargs="+",
-        default=["dense"],
-        help="whether a task's question is read exactly, as the text is, or sparsely (default: dense)",
-    )
+    question = "whether a task's question is read exactly, as the text is, or sparsely (default: dense)"
+    add("--question", choices=("sparse", "dense"), nargs="+", default=["dense"], help=question)
     add("--text", type=text_file, help="text file for prose (default: the Python language reference)")
     add("--few", action="store_true", help="only those ways that tell most")
     add("--tokens", action="store_true", help="ways of reading some of a head's tokens only")
@@ -253,10 +248,16 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=growing_table, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
+    if min(options.lengths) <= NEAR:
+        parser.error(f"--lengths must be above {NEAR}")
     with check_loading(parser):
+        if named := [task for task in options.tasks if task != CHAT and not is_continued(task)]:
+            check_tasks(parser, named, find_task_manager(options.model, options.lengths[0], options.documents))
         model, tokenizer = load(options.model, dtype=options.dtype, device=options.device)
     with read_as_gpus_do() if options.sampled else contextlib.nullcontext():
         run(options, model, tokenizer)
+    if not options.out.exists():
+        parser.error(f"--lengths: no text has {min(options.lengths)} tokens and {options.following} after them")
     print(align(summarize(read(options.out))))
     return 0
 

@@ -87,7 +87,7 @@ class QAdACache(WatchedCache):
             tenth of the device's memory and at least 1 GiB. A layer that outgrows it moves to host memory, for good.
             Outputs do not depend on it.
         audit_every: query-adaptive steps between audits; 0: none. An audit reads one layer's whole bulk, layers in
-            turn, and records the missed attention in `stats().audit`. Outputs stay the same.
+            turn, and records the missed attention in `stats().audit`. Outputs stay the same but for rounding.
         kernels: "auto", "torch" or "triton" (see `kernels/choice.py`); None: as `QADA_KERNELS` says, else "auto".
         progress: show a bar with the time left while a prompt of more than a few seconds is read.
         cuda_graph: whether decode steps on a GPU are replays of one CUDA graph, where they can be. None: if the decoder

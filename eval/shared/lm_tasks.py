@@ -11,6 +11,8 @@ from typing import Any
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
+from eval.shared.language_model import find_hflm_source
+
 
 @cache
 def make_tokenizer_folder(model: str, gguf_file: str) -> str:
@@ -32,6 +34,12 @@ def make_task_manager(
     if documents is not None:
         metadata["documents"] = documents
     return TaskManager(metadata=metadata)
+
+
+def find_task_manager(name: str, length: int, documents: int) -> TaskManager:
+    """That of a model by its name on the command line."""
+    where, gguf = find_hflm_source(name)
+    return make_task_manager(where, length, gguf.get("gguf_file"), documents)
 
 
 def check_tasks(parser: argparse.ArgumentParser, names: Sequence[str], manager: TaskManager) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eval import families
-from qada_cache import watched
+from qada_cache import QAdACache, watched
 from qada_cache.attention import forward
 from qada_cache.prefix_store import filling
 
@@ -93,3 +93,13 @@ def test_latent_attention_is_latent() -> None:
     assert config.num_key_value_heads == config.num_attention_heads == 4
     assert config.kv_lora_rank < config.hidden_size
     assert torch.get_num_threads() == 1
+
+
+def test_multi_query_attention_has_one_head_of_keys() -> None:
+    """GPTBigCode's layers go by another setting, and the config would say otherwise."""
+    with torch.no_grad():
+        model, _ = families.build("gpt_bigcode")
+    cache = QAdACache(model, moments="current")
+    with torch.no_grad():
+        families.compute_logits(model, cache)
+    assert cache.layers[0].store.near_keys.shape[1] == model.config.num_key_value_heads

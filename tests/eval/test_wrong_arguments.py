@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
+import needle
 import pytest
 
 from eval.shared.processes import run_alone
@@ -25,6 +27,11 @@ WRONG = {  # arguments, by what is said of them
     "trials --dtype nosuch --out x.csv": "--dtype: invalid choice",
     "trials --text nosuch --out x.csv": "--text: nosuch cannot be read",
     "trials --text empty.txt --out x.csv": "--text: empty.txt is empty",
+    "trials --lengths 300 128 --out x.csv": "--lengths must be above 128",
+    "trials --model nosuch --tasks prose nosuch --out x.csv": "--tasks: lm-eval has no task nosuch",
+    f"trials --model {needle.FOLDER} --prefill 0 --lengths 9999999 --out x.csv": "--lengths: no text has 9999999",
+    f"codes energies --model {needle.FOLDER} --lengths 9999999 --out x.csv": "--lengths: the text has no two pieces",
+    "convert --out notes.txt/made": "--out: there is no folder notes.txt",
     "sweep --thresholds 3 --out x.csv": "--thresholds: invalid share",
     "sweep --alphas -1 --out x.csv": "--alphas: invalid share",
     "sweep --prefill -1 --out x.csv": "--prefill: invalid amount",
@@ -53,6 +60,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("root:x:0:0\nof somebody else, and precious\n")
     (tmp_path / "empty.txt").write_text(" \n")
     monkeypatch.chdir(tmp_path)
+    # The real one reads thousands of files.
+    monkeypatch.setattr("eval.shared.lm_tasks.TaskManager", lambda metadata: SimpleNamespace(all_tasks=["prose_niah"]))
 
 
 @pytest.mark.usefixtures("_folder")
