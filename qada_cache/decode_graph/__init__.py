@@ -37,6 +37,7 @@ ROUNDING = 4  # eps of the dtype: what a replayed hidden state may be off the co
 MOST_EXACT = 1e-5  # where eps is less
 COMPARED = 2  # replays: of the step that is captured, at positions of the graph's, and of another one
 Compute = Callable[..., Any]
+_TORCHS = "torch computes decode steps of this model, which no CUDA graph holds: cuda_graph=True has none"
 
 
 def make_graph(options: Options, managed: ManagedModel, layers: list[Any]) -> "DecodeGraph | None":
@@ -120,6 +121,8 @@ class DecodeGraph:
             if self._places is None or not fits or facts != self._facts or not in_place or self._is_model_changed:
                 self.forget()
                 if not step.plans:  # which shows in the first step
+                    if self.asked and step.is_torchs:
+                        warn_once(logger, _TORCHS)
                     return compute(**kwargs)
                 self._facts, self._places, self._lasting = facts, Places(step), Lasting(held)
                 with step.use(self._places):  # a rehearsal, at positions of the decoder's own if it is told none

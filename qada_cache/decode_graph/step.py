@@ -79,6 +79,12 @@ class Step:
         current = served and all(each.version == store.version for each, store in zip(known, self._asked, strict=True))
         return [weakref.ref(each) for each in known] if current else []
 
+    @property
+    def is_torchs(self) -> bool:
+        """Whether torch computed a layer's last step."""
+        known = [asker.plan for asker in self.askers]
+        return any(each is not None and each.kernel is None and each.queries[2] == 1 for each in known)
+
     def is_followed_by(self, layers: list[QAdALayer]) -> bool:
         """Whether the next step of these differs from the last replayed one by its token alone: nothing else has
         changed them since, nor the options or the config, and the lengths that another prompt's moments are for are

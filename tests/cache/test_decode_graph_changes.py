@@ -17,6 +17,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from qada_cache import QAdACache
 from qada_cache.decode_graph.step import Step
+from qada_cache.kernels import choice
 from qada_cache.storage.padding import Padding
 from qada_cache.versions import pass_cache
 
@@ -191,3 +192,17 @@ def test_whatever_changes_a_cache_shows_before_a_replay(change: Callable[[QAdACa
     assert step.is_followed_by(cache.layers)
     change(cache)
     assert not step.is_followed_by(cache.layers)
+
+
+@torch.no_grad()
+def test_steps_that_torch_computes_have_none_and_it_is_said(
+    device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, told = tiny().to(device), "which no CUDA graph holds"
+    decode(model, make(model, token_threshold=0.0, cuda_graph=True), 6)
+    assert RecordedGraph.replays
+    monkeypatch.setattr(choice, "choose_kernel", lambda *_, **__: None)
+    decode(model, make(model, token_threshold=0.0), 6)
+    assert told not in caplog.text
+    decode(model, make(model, token_threshold=0.0, cuda_graph=True), 6)
+    assert caplog.text.count(told) == 1
