@@ -91,7 +91,8 @@ class Lasting:
         """Have a pass meanwhile leave there what the next one reads, layer by layer, so that no more than one window is
         held twice."""
         for layer, keys, values in zip(held.sliding, self._windows[::2], self._windows[1::2], strict=True):
-            layer.update = functools.partial(_update, layer.update, layer, keys, values)  # type: ignore[method-assign]
+            leaving = functools.partial(_update, layer.update, layer, keys, values)
+            layer.update = leaving  # type: ignore[method-assign]  # of this layer, and for this pass
         try:
             yield
         finally:
