@@ -42,7 +42,8 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
             return None
         if options.prefill_threshold > 0 and selected_prompt.serves(states, value):
             select, whole = selected_prompt.selected_attention, False  # which reads rows one by one
-    out = states.new_zeros(batch, tokens, heads, value.shape[3])
+    make = states.new_empty if query.valid is None else states.new_zeros  # padding keeps its zeros
+    out = make(batch, tokens, heads, value.shape[3])
     for rows in [slice(0, batch)] if whole else [slice(row, row + 1) for row in range(batch)]:
         real = slice(None) if query.valid is None else find_real_tokens(query.valid, rows.start, states.device)
         found = out[rows, real]  # a view, if they are neighbours

@@ -15,7 +15,8 @@ struct Coding {
     View<const uint16_t> centres, weights;
     View<const Channel> order;
     View<const float> record_weights;  // [DIM], `m` of sketch/coded.py
-    View<float> keys, values;  // [tokens, DIM] and [tokens, VALUE_DIM], one after the other
+    View<float> keys, values;  // [tokens, DIM] and [tokens, VALUE_DIM]
+    int64_t key_stride, value_stride;  // numbers from one token's to the next one's
     int64_t batch, heads, tokens, first;  // of the bulk's tokens, the first one
     int64_t room, segment_tokens, segments, threads;  // of codes, the tokens between two words
     Words words;

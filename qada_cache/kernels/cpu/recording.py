@@ -25,6 +25,7 @@ class Coding(ctypes.Structure):
 
     _fields_ = (
         *((name, View) for name in ("records", *OF_SKETCH, "record_weights", "keys", "values")),
+        *((name, ctypes.c_int64) for name in ("key_stride", "value_stride")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "first", "room", "segment_tokens")),
         *((name, ctypes.c_int64) for name in ("segments", "threads")),
         ("words", ctypes.c_int * 3),
@@ -40,8 +41,8 @@ def code_records(
     if not keys.is_cpu or not keys.numel() or (library := build_coder(layout)) is None:
         return None
     records = torch.empty(*keys.shape[:3], layout.size, dtype=torch.uint8, device="cpu")
-    together = torch.contiguous_format  # which a conversion then has at once
-    keys, values = (part.to(torch.float32, memory_format=together).contiguous() for part in (keys, values))
+    # As they lie: a copy of a prompt's keys takes as long as coding them.
+    keys, values = (part.float() if part.stride(3) == 1 else part.float().contiguous() for part in (keys, values))
     _call(library.code_records, records, keys, values, sketch, weights, layout, first=first, segments=segments)
     return records
 
@@ -76,8 +77,9 @@ def _call(
     each = records.shape[:3]
     weights = weights.expand(each[1], -1).contiguous()[None]
     call = describe_records(records, sketch, weights, layout, first=first, segments=segments)
-    call.keys = find_view("keys", keys, torch.float32, (*each, layout.dim), packed=2)
-    call.values = find_view("values", values, torch.float32, (*each, layout.value_dim), packed=2)
+    call.keys = find_view("keys", keys, torch.float32, (*each, layout.dim), packed=1)
+    call.values = find_view("values", values, torch.float32, (*each, layout.value_dim), packed=1)
+    call.key_stride, call.value_stride = keys.stride(2), values.stride(2)
     function(ctypes.byref(call))
 
 

@@ -106,28 +106,28 @@ struct CodedTokens {
     }
 
     template <int SIZE>
-    void read(const float* from, Singles* found) const {
+    void read(const float* from, int64_t stride, Singles* found) const {
         for (int d = 0; d < SIZE; d++) found[d] = Singles{};
         for (int t = 0; t < count; t++)
-            for (int d = 0; d < SIZE; d++) found[d][t] = from[(start + t) * SIZE + d];
+            for (int d = 0; d < SIZE; d++) found[d][t] = from[(start + t) * stride + d];
     }
 
     template <int SIZE>
-    void write(const Singles* found, float* out) const {
+    void write(const Singles* found, float* out, int64_t stride) const {
         for (int t = 0; t < count; t++)
-            for (int d = 0; d < SIZE; d++) out[(start + t) * SIZE + d] = found[d][t];
+            for (int d = 0; d < SIZE; d++) out[(start + t) * stride + d] = found[d][t];
     }
 
     void code() const {
         Singles keys[DIM], found[std::max(DIM, VALUE_DIM)];
         for (int t = 0; t < count; t++) std::memset(records + t * RECORD_SIZE, 0, RECORD_SIZE);
         predict(keys);
-        read<DIM>(call.keys.at(row, head), found);
+        read<DIM>(call.keys.at(row, head), call.key_stride, found);
         const float* weights = call.record_weights.at(row, head);
         for (int d = 0; d < DIM; d++) found[d] = (found[d] - keys[d]) * weights[d];
         code<KEY_BITS, DIM>(KEYS_FROM, 0, found);
         if constexpr (VALUE_DIM > 0) {
-            read<VALUE_DIM>(call.values.at(row, head), found);
+            read<VALUE_DIM>(call.values.at(row, head), call.value_stride, found);
             code<VALUE_BITS, VALUE_DIM>(VALUES_FROM, 1, found);
         }
     }
@@ -138,10 +138,10 @@ struct CodedTokens {
         decode<KEY_BITS, DIM>(KEYS_FROM, 0, found);
         const float* weights = call.record_weights.at(row, head);
         for (int d = 0; d < DIM; d++) keys[d] += found[d] / weights[d];
-        write<DIM>(keys, call.keys.at(row, head));
+        write<DIM>(keys, call.keys.at(row, head), call.key_stride);
         if constexpr (VALUE_DIM > 0) {
             decode<VALUE_BITS, VALUE_DIM>(VALUES_FROM, 1, found);
-            write<VALUE_DIM>(found, call.values.at(row, head));
+            write<VALUE_DIM>(found, call.values.at(row, head), call.value_stride);
         }
     }
 };
