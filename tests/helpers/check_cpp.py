@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -69,46 +71,60 @@ TARGETS = {
 }
 
 
+class Build(NamedTuple):
+    """One compilation."""
+
+    source: Path
+    macros: tuple[str, ...]
+    processor: str
+
+
 def main(names: Sequence[str]) -> int:
     """The number of builds that a warning stopped."""
     return sum(map(count_failures, [TARGETS[name] for name in names or (platform.machine(),) if name in TARGETS]))
 
 
 def count_failures(target: Target) -> int:
-    """For one of `TARGETS`."""
-    failed = 0
+    """For one of `TARGETS`; the compiler, a process of its own, runs once for each core."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return sum(not clean for clean in pool.map(partial(is_clean, target), list_builds(target)))
+
+
+def list_builds(target: Target) -> list[Build]:
+    """All that is compiled for it."""
+    found = []
     for (element, dim, value_dim, queries, bits), processor in product(SIZES, target.processors):
         records = RecordLayout.from_bits(dim, value_dim, bits)
-        macros = cpu.define(element, dim, value_dim, queries, records)
-        failed += not is_clean(target, cpu.SOURCE, macros, processor)
+        found.append(Build(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor))
         if records is not None:
             macros = cpu.define("FLOAT32", dim, value_dim, 1, records)
-            failed += not is_clean(target, recording.SOURCE, macros, processor)
+            found.append(Build(recording.SOURCE, macros, processor))
     for (dtype, dim), processor in product(QUANTIZER_SIZES, target.processors):
-        failed += not is_clean(target, quantizing.SOURCE, quantizing.define_quantizer(dtype, dim), processor)
+        found.append(Build(quantizing.SOURCE, quantizing.define_quantizer(dtype, dim), processor))
     for (dtype, dim, rank, bits), processor in product(LATENT_SIZES, {*target.processors, *target.of_prompts}):
         records = RecordLayout.from_bits(dim, 0, bits)
-        failed += not is_clean(target, latent.SOURCE, latent.define_latent(dtype, dim, rank, records), processor)
+        found.append(Build(latent.SOURCE, latent.define_latent(dtype, dim, rank, records), processor))
         macros = cpu.define(cpu.ELEMENTS[dtype], dim, rank, 4, records, shared=True)
-        failed += not is_clean(target, cpu.SOURCE, macros, processor)
+        found.append(Build(cpu.SOURCE, macros, processor))
     of_prompts = dict.fromkeys((prompt.SOURCE, correlating.SOURCE), prompt.define)
     of_prompts[selected_prompt.SOURCE] = selected_prompt.define_selecting
     for processor, instructions in target.of_prompts.items():
         with mock.patch.object(prompt, "read_instructions", lambda found=instructions: found):
             for (source, define), sizes, dtype in product(of_prompts.items(), PROMPT_SIZES, prompt.NUMBERS):
-                failed += not is_clean(target, source, define(*sizes, dtype), processor)
-    return failed
+                found.append(Build(source, define(*sizes, dtype), processor))
+    return found
 
 
-def is_clean(target: Target, source: Path, sizes: tuple[str, ...], processor: str) -> bool:
-    """Whether `source` compiles without a warning."""
+def is_clean(target: Target, build: Build) -> bool:
+    """Whether it compiles without a warning."""
     left_out = "-w", "-march=native", "-mcpu=native", "-shared", "-O3"
     flags = [flag for flag in building.FLAGS if flag not in left_out]
-    told = f"{target.tell}={processor}", *WARNINGS, *UNWARNED.get(processor, ())
+    told = f"{target.tell}={build.processor}", *WARNINGS, *UNWARNED.get(build.processor, ())
     with tempfile.TemporaryDirectory() as folder:  # Zig's compiler writes to no device
-        command = [*target.compiler, *flags, "-O1", *told, *sizes, "-c", str(source), "-o", f"{folder}/it.o"]
-        done = subprocess.run(command, check=False)
-    print(source.name, processor, *sizes, "failed" if done.returncode else "is clean", flush=True)
+        asked = [*target.compiler, *flags, "-O1", *told, *build.macros, "-c", str(build.source), "-o", f"{folder}/it.o"]
+        done = subprocess.run(asked, check=False, capture_output=True, text=True)
+    found = "failed" if done.returncode else "is clean"
+    print(f"{build.source.name} {build.processor} {' '.join(build.macros)} {found}\n{done.stderr}", end="", flush=True)
     return not done.returncode
 
 
