@@ -30,6 +30,7 @@ KIND = "qada-cache"
 _OPTIONS = tuple(name for name in DECIDING + LAID_OUT if name not in ("criterion", "moments", "kernels", "cuda_graph"))
 _MAPPED = (*BULK, RECORDS)  # how names of tensors end that are used in the file itself
 _KINDS: dict[str, Any] = {"model": dict, "weights": (list, type(None)), "dtypes": list, "options": dict, "layers": list}
+# Fields of the config that have to agree between the model of a file and the model that loads it.
 _IDENTITY = (
     *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
     *("vocab_size", "rope_parameters", "layer_types", "sliding_window", "linear_conv_kernel_dim"),

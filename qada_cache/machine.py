@@ -22,6 +22,7 @@ def describe_machine() -> str:
         memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    limit = f", limited to {told}" if (told := os.environ.get("ATEN_CPU_CAPABILITY")) else ""
+    capability = os.environ.get("ATEN_CPU_CAPABILITY")  # instructions that torch limits itself to
+    limit = f", limited to {capability}" if capability else ""
     processor = f"{name} ({os.cpu_count()} cores{memory}{limit})"
     return "; ".join([processor, *devices, f"Python {platform.python_version()}, {versions}"])

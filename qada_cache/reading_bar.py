@@ -23,8 +23,8 @@ class ReadingBar:
             self.close()  # it was of a prompt that was not read to its end
         if self._bar is None:
             form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
-            told = f"Reading {prompt - held:,} tokens"
-            self._bar = tqdm(desc=told, total=prompt - held, bar_format=form, delay=SHOWN_AFTER, leave=False)
+            label = f"Reading {prompt - held:,} tokens"
+            self._bar = tqdm(desc=label, total=prompt - held, bar_format=form, delay=SHOWN_AFTER, leave=False)
             self._first = held
         self._next = held + tokens
         self._bar.update(held - self._first + tokens * layer / layers - self._bar.n)

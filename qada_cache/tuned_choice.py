@@ -111,8 +111,8 @@ def _read_kept(options: Options, managed: ManagedModel, left_open: Collection[st
     ours = _list_conditions(options)
     differing = [name for name in ours if kept["under"][name] != ours[name]]
     if differing:
-        theirs, its = (", ".join(f"{name}={held[name]}" for name in differing) for held in (kept["under"], ours))
-        raise LookupError(f"it was measured with {theirs}, and this cache has {its}")
+        measured, own = (", ".join(f"{name}={held[name]}" for name in differing) for held in (kept["under"], ours))
+        raise LookupError(f"it was measured with {measured}, and this cache has {own}")
     chosen, bits = kept["chosen"], options.bulk_bits
     if bits < min(chosen["bulk_bits"], DEFAULT_BITS):  # beyond the default's nothing is lost
         raise LookupError(f"it was measured with bulk_bits={chosen['bulk_bits']}, and this cache has bulk_bits={bits}")

@@ -1,7 +1,7 @@
-"""One call of attention for keys that a layer of a QAdACache handed out: it is computed, then its tokens are stored.
+"""One call of attention on keys that a layer of a QAdACache handed out: it is computed, then its tokens are stored.
 
-Where other layers read these keys, they attend to them later in the pass. Each asks the same store with queries of its
-own. It finds there what the first one found, as tokens that are not decided about are stored behind the last of them.
+In some models later layers of the pass attend to the same keys (readers), each with its own queries on the same store.
+All of them have to find the store as the first one did. So new tokens of an exact call are stored after the last one.
 """
 
 import threading
@@ -36,23 +36,23 @@ from .step import follow, note_step
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
-# By thread, the layer whose new tokens are still to be asked by others.
+# By thread, the layer whose new tokens other layers of the pass have yet to attend to.
 _lending: dict[int, "weakref.ref[QAdALayer]"] = {}
 
 
 @dataclass(eq=False)
 class Call:
-    """New tokens of one layer in a pass, for its own queries and for those of layers that read its keys."""
+    """New tokens of one layer in a pass, which its own queries and those of its readers attend to."""
 
-    key: Tensor  # as attention is handed them, `[batch, kv_heads, tokens, dim]`
+    key: Tensor  # `[batch, kv_heads, tokens, dim]`, as the model gives it to attention
     value: Tensor
-    new: tuple[Tensor, Tensor]  # as they are stored
+    new: tuple[Tensor, Tensor]  # keys and values as they are stored; latents, say, differ from `key`
     mask: Any  # as the model gave it
-    valid: Tensor | None  # as `Padding.extend` returns it, and the next one
-    visible: Tensor | None
-    empty: bool  # whether nothing is cached before them
-    long: bool  # whether they are stored at once, behind the call
-    exact: bool  # whether all is read, if there is anything before them
+    valid: Tensor | None  # real tokens, as `Padding.extend` returns them
+    visible: Tensor | None  # pairs that a mask shows, as `Padding.extend` returns them
+    empty: bool  # whether nothing is cached before these tokens
+    long: bool  # whether they are absorbed at once, after the call, as a prompt's
+    exact: bool  # whether the queries read all cached tokens
 
 
 def attend(
@@ -67,21 +67,21 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """`forward.attention_forward` for keys that `layer` handed out."""
     store, config = layer.store, cast(PreTrainedConfig, module.config)
-    if store is None:  # a layer without one has handed out nothing
+    if store is None:  # a layer without a store has handed out no keys
         _refuse_second(layer)
     lead = layer.shared.forward_pass.lead
     if lead is not None and (out := follow(lead, layer, module, query, key, value, mask, kwargs)) is not None:
         return out, None
     scaling = query.shape[3] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
     softcap = kwargs.get("softcap")
-    # As the model's own attention does it: that of older transformers under "sdpa" takes no cap, the newer one raises.
+    # The model's own attention ignores a cap under "sdpa" in older transformers, and raises in newer ones.
     if softcap is not None and config._attn_implementation == "sdpa":
         softcap = None
     sinks = kwargs.get("s_aux")
     asked = Query(query, scaling, softcap, None if sinks is None else sinks.reshape(-1))
 
     def attend_by_model() -> Tensor:
-        # `base` may lead back to us, where others put a function into the table: to no layer of ours.
+        # If other code has put a function into the table, `base` may call us again: untagged keys are then not ours.
         untagged, thread = key.view_as(key), threading.get_ident()
         lending = _lending.pop(thread, None)
         try:
@@ -135,30 +135,31 @@ def attend(
 def _check_call(
     layer: QAdALayer, module: nn.Module, asked: Query, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """What is stored of the layer whose keys these are. `asked` is told what it sees. A refused call is undone."""
+    """The new keys and values that `layer` stores. Sets what `asked` may see. If the call is refused, the layer forgets
+    its tokens."""
     if (new := layer.find_new(key, value)) is None:
         _refuse_second(layer)
     batch, _, queries, _ = asked.states.shape
     first = layer.index == layer.shared.model.layers[0]  # of the pass
-    config = cast(PreTrainedConfig, module.config)  # a look into it takes as long as a small product: not at every call
+    config = cast(PreTrainedConfig, module.config)  # reading its fields is slow: only where a mask asks for it
     if first:
         layer.shared.forward_pass.lead = None
     try:
         check_supported(layer, module, kwargs, tokens=queries, seen=layer.seen, first=first)
         if isinstance(layer, LatentLayer):
             layer.check_module(module, key, value)
-        told = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
-        is_bool = told is mask and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
+        tensor_mask = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
+        is_bool = tensor_mask is mask and mask is not None and mask.dim() == 4 and mask.dtype == torch.bool
         if is_bool and (name := config._attn_implementation) in ("eager", "flex_attention"):
             raise ValueError(
                 f"{name} adds a bool attention mask to scores, as 0 and 1: pass one of 0 and minus infinity, or load "
                 "the model with attn_implementation='sdpa'"
             )
         if isinstance(layer, IndexedLayer):
-            asked.visible = layer.read_picked(told, batch=batch, queries=queries)
+            asked.visible = layer.read_picked(tensor_mask, batch=batch, queries=queries)
         else:
             layer.padding, asked.valid, asked.visible = layer.shared.forward_pass.read_padding(
-                layer.padding, told, batch=batch, seen=layer.seen, queries=queries, first=first
+                layer.padding, tensor_mask, batch=batch, seen=layer.seen, queries=queries, first=first
             )
     except (NotImplementedError, RuntimeError, ValueError):
         layer.abandon(queries)
@@ -169,11 +170,11 @@ def _check_call(
 def _take_in(
     layer: QAdALayer, store: TokenStore, asked: Query, key: Tensor, value: Tensor, mask: Any, new: tuple[Tensor, Tensor]
 ) -> Call:
-    """The call of the layer whose keys these are."""
+    """The `Call` of `layer`'s own queries. The first layer of the pass notes whether this is a prompt's chunk."""
     queries, first = asked.states.shape[2], layer.index == layer.shared.model.layers[0]
     forward_pass = layer.shared.forward_pass
     if first:
-        # After a decoded token there are pending ones beside the window, and a single token is no chunk.
+        # A single token after a decoded one, when tokens are pending, is no chunk: no need to search the stack.
         may_be_chunk = queries > 1 or store.end <= layer.options.window
         reading = generation.find_prompt() if may_be_chunk else generation.Prompt(False, 0)
         forward_pass.is_prefill_chunk = reading.in_chunks
@@ -190,7 +191,7 @@ def _take_in(
 def _find_reader(
     layer: QAdALayer, module: nn.Module, asked: Query, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> Asker:
-    """The reader whose module attends to keys of `layer`, perhaps by the last of the pass's queries alone."""
+    """The reader whose module attends to keys of `layer`. Its queries may be the last ones of the pass alone."""
     call, queries = layer.lent, asked.states.shape[2]
     reader = layer.readers.get(cast(int, getattr(module, "layer_idx", -1)))
     handed_out = key is call.key and value is call.value
@@ -209,16 +210,16 @@ def _find_reader(
 
 
 def _is_end_of(whole: Any, mask: Any, queries: int) -> bool:
-    """Whether a mask is that of the last queries of another, `[batch or 1, 1, queries, tokens]`."""
+    """Whether `mask` is the part of `whole`, `[batch or 1, 1, queries, tokens]`, for its last `queries` queries."""
     if not isinstance(whole, Tensor) or not isinstance(mask, Tensor) or whole.dim() != 4:
         return False
     return torch.equal(whole[:, :, -queries:], mask)
 
 
 def _compute(asker: Asker, store: TokenStore, call: Call, asked: Query, config: PreTrainedConfig) -> Tensor | None:
-    """Attention `[batch, queries, heads, value_dim]`; None where the model's own is to serve."""
+    """Attention `[batch, queries, heads, value_dim]`; None if the model's own has to compute it."""
     if call.empty:
-        # Without a mask only these know that a prompt is causal, and a mask of another shape is theirs to read.
+        # Under "sdpa" no mask means causal. Other attentions may say so otherwise, and read masks of other shapes.
         known = config._attn_implementation == "sdpa" and (call.mask is None or call.mask.dim() == 4)
         return attend_to_prompt(asker, asked, call.key, call.value) if known else None
     work: Callable[[], Tensor]
@@ -237,31 +238,31 @@ def _compute(asker: Asker, store: TokenStore, call: Call, asked: Query, config: 
 
 
 def _store(layer: QAdALayer, store: TokenStore, call: Call) -> None:
-    """Store the tokens of a call that all have asked, unless they had to be there before."""
+    """Store the tokens of a call after its last reader, unless `_compute` has appended them already."""
     if call.long:
         layer.drop_plans()
         store.bulk.expected = layer.shared.forward_pass.prompt_tokens
         store.absorb(*call.new, call.valid)
         if call.key.device.type == "cpu":
             trim_growth()
-    elif call.exact:  # a few tokens, of which drafts are cropped again: that is cheap while they have not been flushed
+    elif call.exact:  # a few tokens, perhaps drafts that are cropped again: cheap as long as they are not flushed
         layer.drop_plans()
         store.append(*call.new, call.valid)
 
 
 def is_lending() -> bool:
-    """Whether there is a layer whose tokens others are to ask, in any thread: `torch.compile` can look that up."""
+    """Whether readers have yet to attend to a layer's new tokens, in any thread: `torch.compile` can trace this."""
     return len(_lending) > 0
 
 
 def check_shared_keys(module: nn.Module) -> None:
-    """Of a module that may read another's keys, and was handed none of ours: RuntimeError, if the layer whose keys it
-    is to read has handed out some of a QAdACache."""
+    """RuntimeError if `module`, whose keys have no tag, should have read keys that a layer of a QAdACache handed out:
+    it got a copy of them, as on another device."""
     thread = threading.get_ident()
     layer = _lending[thread]() if thread in _lending else None
     if layer is None or layer.lent is None or layer.shared.model.config is not module.config:
         return
-    if layer.bound_module is not None and layer.bound_module() is module:  # another cache's pass, after a broken one
+    if layer.bound_module is not None and layer.bound_module() is module:  # another cache's pass: ours was interrupted
         del _lending[thread]
     elif (index := getattr(module, "layer_idx", None)) in layer.readers:
         raise RuntimeError(
@@ -272,6 +273,7 @@ def check_shared_keys(module: nn.Module) -> None:
 
 
 def _refuse_second(layer: QAdALayer) -> NoReturn:
+    """For a model that attends to the same keys a second time, in a way not supported."""
     raise NotImplementedError(
         f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
         "which QAdACache does not support: use transformers.DynamicCache for this model"

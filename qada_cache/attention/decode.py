@@ -75,16 +75,16 @@ def takes_turns(layer: Asker, store: TokenStore, states: Tensor) -> bool:
 
 
 def list_moments(layer: Asker, store: TokenStore, rows: Rows) -> list[Moments]:
-    """By which `estimate_log_bulk` estimates that of single queries, the larger estimate of each; none, if it goes by
-    something else too."""
+    """The moments by which kernels estimate `log A_bulk` of single queries, taking the larger estimate. Empty if
+    `estimate_log_bulk` has to: the criterion is another one, or the moments were frozen before they had tokens."""
     options, own, found = layer.options, store.moments, list[Moments]()
     frozen = own is not None and not store.update_moments and 0 in own.count
     if options.criterion != "gaussian" or not rows.decisions or frozen:
         return found
     if options.other_moments is not None:
-        told = layer.keys_of, rows.row_moment_lengths, rows.device, layer.shared.model.shard
+        lookup = layer.keys_of, rows.row_moment_lengths, rows.device, layer.shared.model.shard
         _, kv_heads, _, dim = store.near_keys.shape
-        pair = layer.kept_moments.get(options.other_moments, *told, (kv_heads, dim))
+        pair = layer.kept_moments.get(options.other_moments, *lookup, (kv_heads, dim))
         found.append((*pair, rows.log_tokens))
     if own is not None:
         found.append((*own.flat, rows.own_log_tokens))
@@ -92,10 +92,10 @@ def list_moments(layer: Asker, store: TokenStore, rows: Rows) -> list[Moments]:
 
 
 def estimate_log_bulk(layer: Asker, store: TokenStore, query: Query, rows: Rows, plan: Plan) -> Tensor | None:
-    """The `log A_bulk` that heads decide by, as `Query` has it; None for "oracle", which is to know it.
+    """The `log A_bulk` that heads decide by, as `Query.log_bulk`; None under "oracle", which computes it from the bulk.
 
-    By "gaussian" eq. 7's, the larger one of two estimates, and `+inf` where nothing is known of the bulk, so that it is
-    read. In the eyes of a criterion that compares no masses it is `+inf` for long-context heads, `-inf` for local ones.
+    Under "gaussian" it is eq. 7's, the larger of the estimates, and `+inf` if nothing is known of the bulk, so that the
+    bulk is read. Under criteria that compare no masses it is `+inf` for long-context heads and `-inf` for local heads.
     """
     options, kv_heads, found = layer.options, store.near_keys.shape[1], None
     if options.criterion == "oracle":
@@ -105,8 +105,8 @@ def estimate_log_bulk(layer: Asker, store: TokenStore, query: Query, rows: Rows,
         if options.other_moments is not None:
             found = estimate_by_others(options.other_moments, layer, states, query, rows, kv_heads)
         if (own := store.moments) is not None:
-            told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
-            estimate = gaussian_log_bulk(states, *own.flat, rows.own_log_tokens, **told)
+            scoring: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
+            estimate = gaussian_log_bulk(states, *own.flat, rows.own_log_tokens, **scoring)
             if 0 in own.count and not store.update_moments:  # frozen before there was anything to know
                 known = (
                     torch.tensor(own.count, dtype=torch.int64, device="cpu").to(estimate.device, non_blocking=True) > 0
@@ -124,17 +124,17 @@ def estimate_by_others(
 ) -> Tensor:
     """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]` of queries `[batch, heads, queries, dim]` float32 by
     another prompt's moments: of each query those for its bulk's length."""
-    told_of: Any = states.device, layer.shared.model.shard, (kv_heads, states.shape[3])
-    told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
+    lookup: Any = states.device, layer.shared.model.shard, (kv_heads, states.shape[3])
+    scoring: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
     if states.shape[2] == 1:
-        pair = layer.kept_moments.get(moments, layer.keys_of, rows.row_moment_lengths, *told_of)
-        return gaussian_log_bulk(states, *pair, rows.log_tokens, **told)
+        pair = layer.kept_moments.get(moments, layer.keys_of, rows.row_moment_lengths, *lookup)
+        return gaussian_log_bulk(states, *pair, rows.log_tokens, **scoring)
     lengths = rows.query_moment_lengths
-    means, covariances = layer.kept_moments.get(moments, layer.keys_of, lengths, *told_of)
+    means, covariances = layer.kept_moments.get(moments, layer.keys_of, lengths, *lookup)
     found = torch.full((), -torch.inf, dtype=torch.float32, device=states.device)
     for length, mean, covariance in zip(
         (0, *lengths), means.split(kv_heads), covariances.split(kv_heads), strict=False
     ):
-        estimate = gaussian_log_bulk(states, mean, covariance, rows.log_tokens, **told)
+        estimate = gaussian_log_bulk(states, mean, covariance, rows.log_tokens, **scoring)
         found = torch.where(rows.bulk_tokens.unsqueeze(2) > length, estimate, found)
     return found

@@ -107,9 +107,9 @@ def _select(
     """A `selected_attention` of a prompt or a chunk, with what the layer's options and counters say. `padding` are
     tokens of the whole prompt that are none of the row's."""
     (query, key, value), options, counters = call, layer.options, layer.counters
-    told: dict[str, Any] = {"sinks": options.sink_tokens, "window": options.window}
-    told |= {"threshold": options.prefill_threshold, "end": layer.shared.forward_pass.prompt_tokens - padding}
-    pairs = select(query, key, value, scaling=scaling, out=out, **told)
+    arguments: dict[str, Any] = {"sinks": options.sink_tokens, "window": options.window}
+    arguments |= {"threshold": options.prefill_threshold, "end": layer.shared.forward_pass.prompt_tokens - padding}
+    pairs = select(query, key, value, scaling=scaling, out=out, **arguments)
     if isinstance(pairs, Tensor):  # on a device, which is not waited for
         counters.find_on(pairs.device, "prompt_read_pairs").add_(pairs)
     else:

@@ -49,9 +49,9 @@ def find_prompt() -> Prompt:
     """
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is _PREFILL:
-            told = frame.f_locals
-            in_chunks = getattr(told.get("generation_config"), "prefill_chunk_size", None) is not None
-            return Prompt(in_chunks, told["input_ids"].shape[1] if "input_ids" in told else 0)
+            variables = frame.f_locals
+            in_chunks = getattr(variables.get("generation_config"), "prefill_chunk_size", None) is not None
+            return Prompt(in_chunks, variables["input_ids"].shape[1] if "input_ids" in variables else 0)
     return Prompt(False, 0)
 
 
@@ -67,10 +67,10 @@ def is_at_work(part: "weakref.ref[Any] | None") -> bool:
     if part is None or part() is None:
         return False
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        told = frame.f_locals
-        if any(each is part() for each in told.values()):
+        variables = frame.f_locals
+        if any(each is part() for each in variables.values()):
             return True
-        if frame.f_code.co_name == "forward" and isinstance(told.get("self"), PreTrainedModel):
+        if frame.f_code.co_name == "forward" and isinstance(variables.get("self"), PreTrainedModel):
             return False
     return False
 
@@ -80,8 +80,8 @@ def check_repeated(held: int) -> None:
     every step but the first, to any cache, if it is told not to use one: that is logged, once. It does at the first
     step of assisted decoding: RuntimeError, as the text would be read twice."""
     for frame, _ in _find_own_call():
-        told = frame.f_locals
-        if frame.f_code is _PREFILL or not isinstance(given := told.get("model_kwargs"), dict):
+        variables = frame.f_locals
+        if frame.f_code is _PREFILL or not isinstance(given := variables.get("model_kwargs"), dict):
             return
         if given.get("use_cache") is False:
             warn_once(
@@ -89,8 +89,8 @@ def check_repeated(held: int) -> None:
                 "generate was given a QAdACache and use_cache=False, by which it does not use the cache but gives it "
                 "the whole text again at every step: leave out use_cache=False (of generation_config too) or the cache",
             )
-        elif told.get("is_first_iteration") and "candidate_input_ids" in told:
-            text, mask = told["input_ids"].shape[1], given.get("attention_mask")
+        elif variables.get("is_first_iteration") and "candidate_input_ids" in variables:
+            text, mask = variables["input_ids"].shape[1], given.get("attention_mask")
             # New tokens alone come with a mask of all.
             if held < text and (mask is None or mask.shape[1] < held + text):
                 raise RuntimeError(

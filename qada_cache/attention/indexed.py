@@ -55,8 +55,8 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
     @property
     def sizes(self) -> LatentSizes:
         """As `LatentLayer`; some layers of a model have no rotary channels."""
-        told = super().sizes
-        return told if self.store is None else LatentSizes(told.rank, self.store.near_keys.shape[3] - told.rank)
+        sizes = super().sizes  # of the config
+        return sizes if self.store is None else LatentSizes(sizes.rank, self.store.near_keys.shape[3] - sizes.rank)
 
     def _expect(self, rotary: Tensor) -> LatentSizes:
         has_some = self.store is not None or rotary.shape[-1]
@@ -100,11 +100,11 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
 
     def _hides_none(self) -> bool:
         """Whether all queries of the pass under way are known to see all tokens up to their own."""
-        told = self.shared.forward_pass
-        if told.shown != self.seen:
+        forward_pass = self.shared.forward_pass
+        if forward_pass.shown != self.seen:
             return False
         # A mask made for an interrupted pass says nothing of this one's, which may be the caller's own.
-        return pools_keys(self.shared.model.config) or generation.is_at_work(told.mask)
+        return pools_keys(self.shared.model.config) or generation.is_at_work(forward_pass.mask)
 
     @torch.compiler.disable
     def expand(self, own: Callable, module: nn.Module, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,10 +247,10 @@ class PickedAttention(LatentAttention):
                     keys, values = expand(self.module, *keys.split(self.layer.sizes, dim=-1))
                     keys, values = keys.to(states), values.to(states)
                 if queries == 1:  # which sees all that is picked
-                    part = partial_attention(grouped, keys, values, **self.told)
+                    part = partial_attention(grouped, keys, values, **self.arguments)
                 else:
                     shown = visible[:, at].repeat(heads if absorbed else 1, 1)
-                    part = masked_attention(grouped, keys, values, shown, **self.told)
+                    part = masked_attention(grouped, keys, values, shown, **self.arguments)
                 out, lse = merge_partials(out, lse, *part)
         return self._merge_heads(out, lse, states) if absorbed else (out, lse)
 

@@ -34,7 +34,7 @@ class LatentAttention:
         self.layer, self.store, self.query = layer, store, query
         self.module, self.value_dim = layer.bound_module(), value_dim
         self.nope = query.states.shape[3] - layer.sizes.rope
-        self.told: dict[str, Any] = {
+        self.arguments: dict[str, Any] = {
             "scaling": query.scaling,
             "softcap": query.softcap,
             "kernels": layer.options.kernels,
@@ -81,7 +81,9 @@ class LatentAttention:
         out = grouped.new_zeros(*grouped.shape[:3], self.layer.sizes.rank, dtype=torch.float32)
         lse = out.new_full(out.shape[:-1], -torch.inf)
         parts = attend_to_parts(
-            self.store, rows, grouped, self.layer.sizes.rank, scaling=self.query.scaling, kernels=self.told["kernels"]
+            *(self.store, rows, grouped, self.layer.sizes.rank),
+            scaling=self.query.scaling,
+            kernels=self.layer.options.kernels,
         )
         for at, *far, nbytes in parts:
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
@@ -120,7 +122,7 @@ class LatentAttention:
             for latent in latents.split(block, dim=2):
                 keys, values = expand(self.module, *latent.split(self.layer.sizes, dim=-1))
                 keys, values = keys.to(states), self._pad(values.to(states))
-                far = partial_attention(states[at], keys, values, **self.told)
+                far = partial_attention(states[at], keys, values, **self.arguments)
                 out[at], lse[at] = merge_partials(out[at], lse[at], *far)
 
         for keys, _ in self.store.view_near(rows):

@@ -26,9 +26,9 @@ def list_libraries(
     softcap: bool = False,
     sinks: bool = False,
 ) -> list[Library]:
-    """Those that read a long prompt, and decode behind it, on a CPU: for `group` queries of a KV head, keys of `dim`
-    channels and values of `value_dim`, all in one `dtype`. What is needed last, and takes longest to build, is first.
-    `softcap` and `sinks` say whether scores have a cap, and heads learned sinks."""
+    """The libraries that read a long prompt and decode after it on a CPU, for `group` query heads per KV head, keys of
+    `dim` channels and values of `value_dim`, all in `dtype`. The decode step's come first: they are needed last, but
+    take longest to build. `softcap` and `sinks` say whether scores have a cap, and heads learned sinks."""
     kernels, layout = options.kernels, RecordLayout.from_bits(dim, value_dim, options.bulk_bits)
     if kernels == "torch":
         return []
@@ -48,10 +48,11 @@ def list_libraries(
             macros, build = selected_prompt.define_selecting(*of_prompt), selected_prompt.build_selecting
             found.append(Library(selected_prompt.SOURCE, macros, partial(build, *of_prompt)))
         found.append(Library(prompt.SOURCE, prompt.define(*of_prompt), partial(prompt.build, *of_prompt)))
-    asked = {dim} if options.tracks_moments else set[int]()  # channels, whose covariance with keys is
-    asked |= {value_dim} if options.selects_tokens else set()
-    for left in asked:
-        of_tokens = left, dim, dtype
+    # Covariances with keys: keys' own for moments, values' for the sketch.
+    left_dims = {dim} if options.tracks_moments else set[int]()
+    left_dims |= {value_dim} if options.selects_tokens else set()
+    for left_dim in left_dims:
+        of_tokens = left_dim, dim, dtype
         if prompt.has_instructions() and correlating.takes_channels(*of_tokens):
             build = partial(correlating.build_correlating, *of_tokens)
             found.append(Library(correlating.SOURCE, prompt.define(*of_tokens), build))
@@ -59,8 +60,8 @@ def list_libraries(
 
 
 def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSizes, heads: int) -> list[Library]:
-    """Likewise of layers that cache latents of these `sizes` for so many heads, behind their prompt, whose keys are
-    expanded."""
+    """The libraries that decode with layers that cache latents of these `sizes` for `heads` query heads. Their prompt
+    needs none of these, as its keys are expanded."""
     dim, rank = sizes.dim, sizes.rank
     if options.kernels == "torch":
         return []
@@ -79,7 +80,7 @@ def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSiz
 
 
 def _list_coders(layout: RecordLayout | None, dtype: torch.dtype, dim: int, *, sketched: bool) -> list[Library]:
-    """Those that make and read records, and a sketch, which all records are behind."""
+    """The libraries that code and decode records, and that code the sketch, which records cannot do without."""
     found = list[Library]()
     if layout is not None:
         macros = recording.define_coder(layout)
@@ -91,8 +92,8 @@ def _list_coders(layout: RecordLayout | None, dtype: torch.dtype, dim: int, *, s
 
 
 def build_for_prompt(layer: QAdALayer, query: Query, key: Tensor, value: Tensor, tokens: int) -> None:
-    """Start building what is not there yet, in the background, as the first layer begins to read a text whose prompt
-    ends with token `tokens`, padding included: if its bulk will be one that kernels decode from."""
+    """Start building missing libraries in the background when the first layer begins to read a text whose prompt has
+    `tokens` tokens, padding included, unless its bulk will be too short for kernels to decode from."""
     states, batch = query.states, len(key)
     bulk = tokens - min(layer.padding.count_by_row(batch)) - layer.options.local_tokens
     if bulk < cpu.MIN_TOKENS or not states.is_cpu or not states.dtype == key.dtype == value.dtype:

@@ -1,4 +1,4 @@
-"""What computes a layer's steps, and from what: made once, and used as long as storage is of one version."""
+"""The kernel that computes a layer's decode steps, and its operands: made once for each version of the storage."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ from ..sketch.coded import Records
 from ..state.asker import Asker
 from ..storage import TokenStore
 
-CHECKS = False  # whether every plan that is used is compared with one made anew, as the tests have it
+CHECKS = False  # True in tests: every plan that is used is compared with a new one
 
 
 class TokenCall(NamedTuple):
-    """What a module gives to attention for one token, beside tensors, and a cache that has checked it."""
+    """The arguments, beside tensors, that a module gives to attention for one token, once a cache has checked them."""
 
     names: frozenset[str]  # of all arguments
-    watched: tuple[str, ...]  # of these, those that have to be None
+    watched: tuple[str, ...]  # names of those that have to be None
     scaling: float
 
 
 @dataclass(eq=False)
 class Plan:
-    """Of calls with queries of one shape. It keeps the tensors that it is of, so a layer has none while they are
-    replaced; a copy of a layer begins without."""
+    """How calls with queries of one shape are computed. It keeps the storage's tensors alive, so a layer drops its plan
+    before they are replaced. A copy of a layer has no plan, as its tensors are others."""
 
-    kind: tuple[Any, ...]  # of its calls
+    kind: tuple[Any, ...]  # of the calls: what `find_plan` compares
     version: tuple[int, ...]  # of the storage
-    kernel: Callable | None  # None: torch computes them
+    kernel: Callable | None  # None: torch computes the calls
     operands: Operands
     queries: torch.Size  # `[batch, heads, queries, dim]`
     storer: Storer | None = None  # of single tokens before `kernel`, which stores them itself or has torch do it
@@ -44,7 +44,7 @@ class Plan:
     call: TokenCall | None = None  # of the last call that took the long way, if others like it need not
 
     def __deepcopy__(self, memo: dict) -> None:
-        return None
+        return None  # see above
 
     def find_constant(self, layer: Asker) -> Tensor:
         """`Query.log_bulk` of criteria that compare no masses, and of queries without a bulk: `+inf` for long-context
@@ -67,8 +67,8 @@ class Plan:
 
 
 def find_plan(layer: Asker, store: TokenStore, states: Tensor, *, by_kernel: bool, sinks: bool = False) -> Plan:
-    """The layer's, for queries `[batch, heads, queries, dim]`, with learned `sinks` or without; torch computes them
-    unless `by_kernel` is allowed."""
+    """The layer's plan for queries `states` `[batch, heads, queries, dim]`, with learned `sinks` or without. Unless
+    `by_kernel`, torch computes them."""
     kind, version = (by_kernel, sinks, states.shape, states.dtype, states.device), store.version
 
     def make() -> Plan:
@@ -80,36 +80,39 @@ def find_plan(layer: Asker, store: TokenStore, states: Tensor, *, by_kernel: boo
     if plan is None or plan.kind != kind or plan.version != version:
         plan = layer.plan = make()
     elif CHECKS:
-        _refuse_old(plan, make())
+        _check_current(plan, make())
     return plan
 
 
 def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operands:
-    """What the layer has for a call; what a kernel reads in place, and where it counts, if one computes it."""
+    """The layer's tensors and options for a call. If a kernel computes it (`by_kernel`), also the records that it reads
+    and the counters that it adds bytes to on the device."""
     bulk, sketch, options, counters = store.bulk, store.sketch, layer.options, layer.counters
     # Criteria that compare no masses need a finite threshold.
     cut = logit(options.threshold) if options.criterion in ("gaussian", "oracle") else 0.0
     near, far = (store.near_keys, store.near_values), (bulk.keys, bulk.values)
-    found = Operands(near[0], store.find_values(*near), far[0], store.find_values(*far), cut)
-    found.group_rule, found.token_threshold = options.group_rule, options.token_threshold
+    operands = Operands(near[0], store.find_values(*near), far[0], store.find_values(*far), cut)
+    operands.group_rule, operands.token_threshold = options.group_rule, options.token_threshold
     if sketch is not None and (sketch.in_use or not by_kernel):
-        found.sketch = sketch.tensors
+        operands.sketch = sketch.tensors
     if by_kernel and bulk.sketch is not None and (records := bulk.records) is not None:
-        found.records, found.sketch = records, bulk.sketch.tensors  # keys follow from it, whether or not it selects
-        found.token_threshold = options.token_threshold if store.selects else 0.0
+        # Records need the sketch to decode keys, even if no tokens are selected by it.
+        operands.records, operands.sketch = records, bulk.sketch.tensors
+        operands.token_threshold = options.token_threshold if store.selects else 0.0
     if by_kernel:
         device = store.near_keys.device
-        found.bulk_read_bytes = counters.find_on(device, "bulk_read_bytes")
-        if found.sketch is not None:
-            found.sketch_read_bytes = counters.find_on(device, "sketch_read_bytes")
-    return found
+        operands.bulk_read_bytes = counters.find_on(device, "bulk_read_bytes")
+        if operands.sketch is not None:
+            operands.sketch_read_bytes = counters.find_on(device, "sketch_read_bytes")
+    return operands
 
 
 def find_kernel(layer: Asker, store: TokenStore, states: Tensor, *, sinks: bool = False) -> Callable | None:
-    """What `choice.choose_kernel` says of queries `[batch, heads, queries, dim]`, with learned `sinks` or without."""
+    """The choice of `choice.choose_kernel` for queries `[batch, heads, queries, dim]`, with learned `sinks` or
+    without."""
     bulk, sketch, options = store.bulk, store.sketch, layer.options
     records = bulk.records
-    sketch = sketch if records is None else bulk.sketch  # which records lie behind, whether or not it selects
+    sketch = sketch if records is None else bulk.sketch  # records need it, even if it selects no tokens
     layout = sketch.layout if sketch is not None and sketch.in_use else None
     values = store.find_values(bulk.keys, bulk.values)
     call = states[:, :, :1], bulk.keys, values, options.criterion, options.kernels
@@ -117,25 +120,26 @@ def find_kernel(layer: Asker, store: TokenStore, states: Tensor, *, sinks: bool 
 
 
 def find_storer(layer: Asker, store: TokenStore, states: Tensor, kernel: Callable | None) -> Storer | None:
-    """What stores a token before `kernel` is launched for queries `[batch, heads, queries, dim]`."""
-    if kernel is None or states.shape[2] > 1 or kernel is compiled_decode.fused_decode:  # which stores it itself
+    """The storer of a token before `kernel` is launched for queries `[batch, heads, queries, dim]`; None if torch or
+    the C++ kernel stores it."""
+    if kernel is None or states.shape[2] > 1 or kernel is compiled_decode.fused_decode:
         return None
     return make_storer(layer.options.kernels, store.near_keys, store.near_values, states.shape[1])
 
 
-def _refuse_old(plan: Plan, fresh: Plan) -> None:
-    """Raise AssertionError, if a plan is not what it would be if made now."""
-    found, wanted = (
+def _check_current(plan: Plan, fresh: Plan) -> None:
+    """Raise AssertionError if `plan` differs from `fresh`, which was made now."""
+    held, wanted = (
         {name: value for name, value in vars(each.operands).items() if name not in ("bound", "checked_for")}
         for each in (plan, fresh)
     )
-    old = [name for name in found if _describe(found[name]) != _describe(wanted[name])]
+    old = [name for name in held if _describe(held[name]) != _describe(wanted[name])]
     if plan.kernel is not fresh.kernel or old:
         raise AssertionError(f"a plan of version {plan.version} is old: {old or plan.kernel}")
 
 
 def _describe(part: Any) -> Any:
-    """What a kernel goes by: where tensors lie, and how."""
+    """The addresses, layouts and numbers that a kernel reads of an operand."""
     if isinstance(part, Records):
         return part.layout, *map(_describe, (part.tensor, part.open, part.weights))
     if isinstance(part, Tensor):

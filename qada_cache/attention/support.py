@@ -102,8 +102,8 @@ def describe_model(
     latents = find_latent_sizes(decoder) if layers else None
     readers = {index: owner for index, owner in find_readers(decoder).items() if owner in layers}
     layers = (*layers, *readers)
-    told: dict[str, Any] = {"whole_config": config, "layers": layers, "latents": latents, "readers": readers}
-    managed = ManagedModel(decoder.model_type, config=decoder, **told)
+    arguments: dict[str, Any] = {"whole_config": config, "layers": layers, "latents": latents, "readers": readers}
+    managed = ManagedModel(decoder.model_type, config=decoder, **arguments)
     if model is None:
         check_whole_config(managed.whole_config)
         return managed

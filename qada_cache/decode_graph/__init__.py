@@ -104,7 +104,9 @@ class DecodeGraph:
         in_place = held.lasts and self._lasting is not None and self._lasting.fits(held)
         followed = step is not None and in_place and self._facts[0]() is decoder and step.is_followed_by(layers)
         refused = self.failed or not held.lasts
-        inputs = None if refused else find_inputs(layers, decoder, kwargs, followed=followed, beside=held.tokens)
+        inputs = (
+            None if refused else find_inputs(layers, decoder, kwargs, followed=followed, sliding_tokens=held.tokens)
+        )
         if inputs is None:
             self._step = None
             return compute(**kwargs)

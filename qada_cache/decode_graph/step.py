@@ -1,4 +1,4 @@
-"""One decode step: whether a graph can hold it, and what differs between it and the next."""
+"""One decode step: whether a CUDA graph can hold it, and the values in which the next step differs from it."""
 
 import contextlib
 import functools
@@ -23,26 +23,26 @@ from ..versions import CACHE_NAMES
 from .capturing import GRAPHS
 
 _INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "position_ids")  # of a decoder, that differ by step
-ALIGNMENT = 16  # bytes, of tensors side by side
-_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # which make masks on the device, or none
-_EAGER = "eager"  # whose masks are made on the host, and others will do
-# What tells of a layer's tokens, and of its store's.
-_OF_LAYER = attrgetter("store", "seen", "padding", "incoming", "device")
-_OF_STORE = attrgetter("end", "lengths")
-# What tells where they lie, beside its store: as of `TokenStore.version`.
-_IN_STORE = attrgetter("replaced", "bulk")
-_IN_BULK = attrgetter("replaced", "sketch")
-_IN_SKETCH = attrgetter("replaced", "lengths")
+ALIGNMENT = 16  # bytes, of the tensors that `_pack` puts side by side
+_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # implementations that need no mask made on the host
+_EAGER = "eager"  # makes its mask on the host; a step of real tokens can do without, see `Step.use`
+# These change when a layer, or its store, gets or loses tokens.
+_LAYER_TOKENS = attrgetter("store", "seen", "padding", "incoming", "device")
+_STORE_TOKENS = attrgetter("end", "lengths")
+# These change when a tensor of the storage is replaced by another one, as in `TokenStore.version`.
+_STORE_TENSORS = attrgetter("replaced", "bulk")
+_BULK_TENSORS = attrgetter("replaced", "sketch")
+_SKETCH_TENSORS = attrgetter("replaced", "lengths")
 
 
 class Step:
-    """One decode step, as far as the host knows it before it is computed; and, once it is, those that follow it."""
+    """The host's numbers and tensors of one decode step. Once it is replayed, `advance` makes it the next step."""
 
     def __init__(self, layers: list[QAdALayer], inputs: dict[str, Tensor]) -> None:
-        """`inputs` as of `find_inputs`; positions that are not told are made."""
+        """`inputs` are those that `find_inputs` returns; without `position_ids`, these are made here."""
         self.layers, self.shared = list(layers), layers[0].shared
         self.askers = [asker for layer in layers for asker in layer.askers]
-        self._told = _list_facts(inputs)
+        self._input_facts = _list_facts(inputs)
         self.stores: list[TokenStore] = [layer.store for layer in layers if layer.store is not None]
         store, forward_pass = self.stores[0], self.shared.forward_pass
         self.device = store.near_keys.device
@@ -51,69 +51,71 @@ class Step:
             valid=None, sinks=forward_pass.sinks, window=forward_pass.window,
         )  # fmt: skip
         masks, (counts, stored, decided) = tensors[:2], tensors[2:]
-        # Of all columns that the near buffers have, seen or not.
-        more = store.near_keys.shape[2] - masks[0].shape[3]
-        local, pending = (functional.pad(mask, (0, more)) for mask in masks)
+        # Masks over all columns of the near buffers, as later steps use columns that are still empty.
+        unused = store.near_keys.shape[2] - masks[0].shape[3]
+        local, pending = (functional.pad(mask, (0, unused)) for mask in masks)
         self.inputs = dict(inputs)
-        if "position_ids" not in inputs:  # what a decoder makes itself
+        if "position_ids" not in inputs:  # the decoder would make them on the host, anew in each step
             self.inputs["position_ids"] = torch.full((1, 1), layers[0].seen, dtype=torch.int64, device=self.device)
-        place = torch.tensor([store.sinks + store.end], dtype=torch.int64, device="cpu")
-        self.parts = place, counts, stored, local, pending, decided
+        column = torch.tensor([store.sinks + store.end], dtype=torch.int64, device="cpu")  # of the new token
+        self.parts = column, counts, stored, local, pending, decided
         self._bulks = [store.bulk for store in self.stores]
         self._sketches = [bulk.sketch for bulk in self._bulks if bulk.sketch is not None]
-        sketches = [(replaced, list(lengths)) for replaced, lengths in map(_IN_SKETCH, self._sketches)]  # written to
-        self._memory = [*map(_IN_STORE, self.stores)], [*map(_IN_BULK, self._bulks)], sketches
-        self._tokens: Any = None  # that the last replay left
-        self._settings: dict[str, Any] = {}  # the config's, then
+        # A sketch changes its list of lengths in place.
+        sketches = [(replaced, list(lengths)) for replaced, lengths in map(_SKETCH_TENSORS, self._sketches)]
+        self._memory = [*map(_STORE_TENSORS, self.stores)], [*map(_BULK_TENSORS, self._bulks)], sketches
+        self._tokens: Any = None  # `_find_tokens()` after the last replay
+        self._settings: dict[str, Any] = {}  # the config's fields after the last replay
         self._options = self.shared.options
-        # By layer that asks.
-        self._asked = [layer.store for layer in layers for _ in layer.askers if layer.store is not None]
-        heads = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self._asked]  # of a token
-        self._dense_bytes = [self.numbers["dense_tokens"] * token_bytes for token_bytes in heads]
+        self._asked_stores = [layer.store for layer in layers for _ in layer.askers if layer.store is not None]
+        # Of a token in all KV heads.
+        token_bytes = [store.near_keys.shape[1] * store.bulk.token_bytes for store in self._asked_stores]
+        self._dense_bytes = [self.numbers["dense_tokens"] * nbytes for nbytes in token_bytes]
 
     @property
     def plans(self) -> list[Any]:
-        """Those of all layers' kernels, weakly; empty, if torch computes one, or if it was a turn."""
-        known = [asker.plan for asker in self.askers]
-        served = all(each is not None and each.kernel is not None and each.queries[2] == 1 for each in known)
-        current = served and all(each.version == store.version for each, store in zip(known, self._asked, strict=True))
-        return [weakref.ref(each) for each in known] if current else []
+        """Weak references to all askers' plans. Empty if torch computes one of them, or if the last call had several
+        tokens."""
+        plans = [asker.plan for asker in self.askers]
+        served = all(plan is not None and plan.kernel is not None and plan.queries[2] == 1 for plan in plans)
+        pairs = zip(plans, self._asked_stores, strict=True)
+        current = served and all(plan.version == store.version for plan, store in pairs)
+        return [weakref.ref(plan) for plan in plans] if current else []
 
     @property
     def is_torchs(self) -> bool:
         """Whether torch computed a layer's last step."""
-        known = [asker.plan for asker in self.askers]
-        return any(each is not None and each.kernel is None and each.queries[2] == 1 for each in known)
+        plans = [asker.plan for asker in self.askers]
+        return any(plan is not None and plan.kernel is None and plan.queries[2] == 1 for plan in plans)
 
     def is_followed_by(self, layers: list[QAdALayer]) -> bool:
-        """Whether the next step of these differs from the last replayed one by its token alone: nothing else has
-        changed them since, nor the options or the config, and the lengths that another prompt's moments are for are
-        the same."""
+        """Whether the next step of `layers` differs from the last replayed one by its token alone: nothing else has
+        changed layers, options or config, and the bulk's length rounds to the same for another prompt's moments."""
         if layers != self.layers or self._find_tokens() != self._tokens:
             return False
         in_stores, in_bulks, in_sketches = self._memory
-        if list(map(_IN_STORE, self.stores)) != in_stores or list(map(_IN_BULK, self._bulks)) != in_bulks:
+        if list(map(_STORE_TENSORS, self.stores)) != in_stores or list(map(_BULK_TENSORS, self._bulks)) != in_bulks:
             return False
-        if list(map(_IN_SKETCH, self._sketches)) != in_sketches:
+        if list(map(_SKETCH_TENSORS, self._sketches)) != in_sketches:
             return False
         if self.shared.options is not self._options or vars(self.shared.model.config) != self._settings:
             return False
         store = self.stores[0]
-        behind = [length - store.sinks - store.window + 1 for length in dict.fromkeys(store.lengths)]
-        rounded = {round_length(tokens) for tokens in behind}
+        bulk_tokens = [length - store.sinks - store.window + 1 for length in dict.fromkeys(store.lengths)]
+        rounded = {round_length(tokens) for tokens in bulk_tokens}
         return rounded == set(self.numbers["row_moment_lengths"])
 
     def takes(self, inputs: dict[str, Tensor]) -> bool:
-        """Whether a decoder is told the same, but for what the tensors hold."""
-        return _list_facts(inputs) == self._told
+        """Whether `inputs` have this step's names, shapes and dtypes."""
+        return _list_facts(inputs) == self._input_facts
 
     def _find_tokens(self) -> tuple[list, list]:
-        """What tells of all layers' tokens."""
-        return list(map(_OF_LAYER, self.layers)), list(map(_OF_STORE, self.stores))
+        """State that differs whenever a layer's tokens do."""
+        return list(map(_LAYER_TOKENS, self.layers)), list(map(_STORE_TOKENS, self.stores))
 
     @contextlib.contextmanager
     def use(self, places: "Places") -> Iterator[None]:
-        """Have a pass meanwhile take what differs from these."""
+        """Inside, a pass reads its `Rows` and its token's column from `places`."""
         self.shared.forward_pass.given = places.find_rows(self.numbers)
         for store in self.stores:
             store.place = places.place
@@ -127,7 +129,7 @@ class Step:
                 store.place = None
 
     def advance(self) -> None:
-        """Count what a replay of it has added."""
+        """Count the replayed step's token and decisions on the host. This is then the step after it."""
         decisions = self.numbers["decisions"]
         for layer, store in zip(self.layers, self.stores, strict=True):
             layer.seen += 1
@@ -139,12 +141,12 @@ class Step:
 
 
 class Places:
-    """What differs between steps, in tensors that stay where they are: what the decoder is told, the tensors of `Rows`,
-    and the column that the new token goes to."""
+    """All that differs between steps, in tensors whose addresses never change: the decoder's inputs, the tensors of
+    `Rows`, and the column that the new token goes to."""
 
     def __init__(self, step: "Step") -> None:
         self._window = step.stores[0].window
-        with torch.inference_mode(False):  # they may be written to outside inference mode
+        with torch.inference_mode(False):  # else they could not be written to outside inference mode
             self.inputs = {name: tensor.clone() for name, tensor in step.inputs.items()}
             self._packed = _pack(step.parts).to(step.device)
         self._shapes = [part.shape for part in step.parts]
@@ -155,36 +157,37 @@ class Places:
         )
 
     def find_rows(self, numbers: dict[str, Any]) -> Rows:
-        """Anew for each pass: what is derived from them is computed in it."""
+        """New `Rows` of the tensors here for each pass: kernels keep tensors derived from `Rows` in them, and each pass
+        has to compute these itself."""
         counts, stored, local, pending, decided = self._rows
         return Rows(local, pending, counts, stored, decided, **numbers)
 
     def fits(self, step: "Step") -> bool:
-        """Whether a step is of the same shapes."""
+        """Whether the step's inputs and parts have the shapes of the tensors here."""
         return self.take(step.inputs) and self._shapes == [part.shape for part in step.parts]
 
     def take(self, inputs: dict[str, Tensor]) -> bool:
-        """Whether a decoder's inputs are of the same shapes and dtypes."""
+        """Whether `inputs` have the names, shapes and dtypes of the inputs here."""
         return _list_facts(self.inputs) == _list_facts(inputs)
 
     def write(self, step: "Step") -> None:
-        """What the next replay reads, but for `inputs`. Nothing here waits for the device."""
+        """Write the step's parts, all that the next replay reads but `inputs`. Nothing here waits for the device."""
         self._packed.copy_(_pack(step.parts), non_blocking=True)
 
     def write_inputs(self, inputs: dict[str, Tensor]) -> None:
-        """What the decoder is told by the next replay."""
+        """Write the decoder's inputs of the next replay."""
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor)
 
     def advance(self) -> None:
-        """On the device: the next token's position, column, window, pending tokens and bulk, in place of this one's. A
-        last column has none behind it: a flush is due, and what is here is written anew."""
+        """Replace this token's position, column, window, pending tokens and bulk by the next token's, on the device, at
+        the graph's end. No column follows the last one: a flush is due then, and `write` replaces all."""
         counts, _, local, pending, _ = self._rows
         self.place.copy_((self.place + 1).clamp_max(local.shape[3] - 1))
-        left = self.place - self._window
+        leaving = self.place - self._window  # the column that the window moves past
         local.index_fill_(3, self.place, True)
-        local.index_fill_(3, left, False)
-        pending.index_fill_(3, left, True)
+        local.index_fill_(3, leaving, False)
+        pending.index_fill_(3, leaving, True)
         counts.add_(1)
         self.inputs["position_ids"].add_(1)
 
@@ -195,32 +198,31 @@ def _list_facts(inputs: dict[str, Tensor]) -> list[tuple]:
 
 def _pack(parts: tuple[Tensor, ...]) -> Tensor:
     flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
-    return torch.cat([functional.pad(bytes_of, (0, _count_padding(bytes_of))) for bytes_of in flat])
+    return torch.cat([functional.pad(part, (0, _count_padding(part))) for part in flat])
 
 
 def _count_padding(part: Tensor) -> int:
-    """Bytes behind a tensor, so that the next one begins where Triton's kernels need no variant of their own."""
+    """Bytes behind a tensor, so that the next one is aligned: Triton compiles anew for an address that is not."""
     return -part.nbytes % ALIGNMENT
 
 
 @functools.cache
 def takes_positions(decoder: Any) -> bool:
-    """Whether the forward function of this class is told the position of a token: else the host knows it alone."""
+    """Whether this class's forward function takes `position_ids`. Without them the host counts, not a replay."""
     return "position_ids" in inspect.signature(decoder.forward).parameters
 
 
 def find_inputs(
-    layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any], *, followed: bool, beside: int
+    layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any], *, followed: bool, sliding_tokens: int
 ) -> dict[str, Tensor] | None:
-    """What a decoder is told by its keywords of a step that a graph may hold; None, if none can hold it. `followed`:
-    as of `Step.is_followed_by`, so that one has held the step before. `beside`: the newest tokens of a row that other
-    layers hold, padding too."""
-    given = {name: value for name, value in kwargs.items() if value is not None and name not in CACHE_NAMES}
-    inputs = {name: given.pop(name) for name in _INPUTS if name in given}
-    mask, tokens = given.pop("attention_mask", None), inputs.get("input_ids", inputs.get("inputs_embeds"))
-    asked = given.pop("use_cache", True), given.pop("return_dict", True)
-    given.pop("logits_to_keep", None)  # of the head
-    if any(value is not False for value in given.values()) or not all(asked) or tokens is None:
+    """The decoder's inputs in `kwargs` if a graph can hold this step, else None. With `followed` (`is_followed_by`) a
+    graph held the step before. Windows of sliding layers hold a row's `sliding_tokens` newest, padding included."""
+    other = {name: value for name, value in kwargs.items() if value is not None and name not in CACHE_NAMES}
+    inputs = {name: other.pop(name) for name in _INPUTS if name in other}
+    mask, tokens = other.pop("attention_mask", None), inputs.get("input_ids", inputs.get("inputs_embeds"))
+    required = other.pop("use_cache", True), other.pop("return_dict", True)
+    other.pop("logits_to_keep", None)  # read by the language model's head, not by the decoder
+    if any(value is not False for value in other.values()) or not all(required) or tokens is None:
         return None
     if not takes_positions(type(decoder)):  # type: ignore[arg-type]  # a class is hashable
         return None
@@ -228,31 +230,31 @@ def find_inputs(
     if not isinstance(first, QAdALayer) or first.store is None:
         return None
     store, device, shared = first.store, tokens.device, first.shared
-    # Another step moves tokens into the bulk, or may be of a prompt in chunks.
-    room = store.window < store.end < min(store.capacity, store.near_keys.shape[2] - store.sinks)
-    if not room or tokens.shape[:2] != (store.batch, 1):
+    # A step without room for its token flushes, and one without pending tokens before it may read a prompt's chunk.
+    has_room = store.window < store.end < min(store.capacity, store.near_keys.shape[2] - store.sinks)
+    if not has_room or tokens.shape[:2] != (store.batch, 1):
         return None
     if first.device != device or not (followed or _are_alike(layers)):
         return None
-    if shared.progress.changing or shared.progress.reached < shared.model.layers[-1]:  # interrupted: it is refused
-        return None
+    if shared.progress.changing or shared.progress.reached < shared.model.layers[-1]:
+        return None  # a pass was interrupted: the layers will refuse this one
     if device.type not in GRAPHS or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return None
     if decoder.training or shared.observer is not None or not (followed or _is_allowed(shared)):
         return None
     attention.check_switched_on(shared.model.config)
     padded = first.padding.known.numel() > 0
-    if padded and first.padding.known.shape[1] > first.seen - beside:
-        return None
+    if padded and first.padding.known.shape[1] > first.seen - sliding_tokens:
+        return None  # windows hold padding, which the mask that a replay leaves out would hide
     if (mask is not None or padded) and not _shows_all(first, mask):
         return None
-    if "position_ids" not in inputs and padded:  # a decoder may make them of padding
+    if "position_ids" not in inputs and padded:  # a decoder may derive them from padding
         return None
     return inputs
 
 
 def _are_alike(layers: list[Any]) -> bool:
-    """Whether all have tokens, of which the newest are in the same column, on one device, and are in no pass."""
+    """Whether all layers hold tokens, with the newest in the same column, on one device, and none is in a pass."""
     if any(not isinstance(layer, QAdALayer) or layer.store is None for layer in layers):
         return False
     first = layers[0]
@@ -269,18 +271,18 @@ def _is_allowed(shared: Shared) -> bool:
         return False
     if config._attn_implementation not in (*_ATTENTION, _EAGER):
         return False
-    frozen = options.tracks_moments and not options.update_moments  # whose counts are read on the host
+    frozen = options.tracks_moments and not options.update_moments  # the host reads the counts of frozen moments
     return not frozen and not options.audit_every
 
 
 def _shows_all(layer: QAdALayer, mask: Any) -> bool:
-    """Whether a mask, or those by kinds of layers that models make which read images, show each row's next token, and
-    of those before it what is known; others are the model's to read. To look waits for the device."""
+    """Whether `mask` shows each row's next token and hides only the known padding before it. Models that read images
+    give a dict of masks, by kind of layer. Looking at a mask waits for the device."""
     if isinstance(mask, dict):
         masks = [each for each in mask.values() if each is not None]
         if not all(isinstance(each, Tensor) and _shows(layer, each) for each in masks):
             return False
-        # Masks of windows do not tell of padding before these.
+        # A mask over a sliding window does not cover padding before the window.
         return not layer.padding.known.numel() or any(each.shape[-1] == layer.seen + 1 for each in masks)
     return isinstance(mask, Tensor) and mask.dim() == 2 and _shows(layer, mask)
 
@@ -290,9 +292,9 @@ def _shows(layer: QAdALayer, mask: Tensor) -> bool:
     assert layer.store is not None
     if mask.dim() == 2 and mask.shape != (layer.store.batch, seen):
         return False
-    if mask.shape[-1] != seen:  # of a window
+    if mask.shape[-1] != seen:  # a mask over a sliding window
         return mask.dim() == 4 and bool((mask if mask.dtype == torch.bool else mask == 0).all())
     if not padding.known.numel() and mask.dim() == 2 and mask.all():
         return True
-    told: dict[str, Any] = {"batch": layer.store.batch, "seen": seen, "queries": 1, "first": True}
-    return layer.shared.forward_pass.read_padding(padding, mask, **told)[1:] == (None, None)
+    call: dict[str, Any] = {"batch": layer.store.batch, "seen": seen, "queries": 1, "first": True}
+    return layer.shared.forward_pass.read_padding(padding, mask, **call)[1:] == (None, None)

@@ -99,13 +99,13 @@ def find_coding_fault(
         coder.derive(sketch, rows, tokens, covariance.to(device))
         if has_records:
             held = (part.to(device).split([SEGMENT_TOKENS, tokens - SEGMENT_TOKENS], dim=2) for part in (keys, values))
-            told = weights.to(device), records
+            coding = weights.to(device), records
             found = [
-                coder.record(sketch, rows, first, of_keys, of_values, *told)
+                coder.record(sketch, rows, first, of_keys, of_values, *coding)
                 for first, (of_keys, of_values) in enumerate(zip(*held, strict=True))
             ]
             there["records"] = fit_records(torch.cat(found, dim=2), records.size)
-            of_coded = coded.to(device), known.map(lambda tensor: tensor.to(device)), rows, slice(0, HEADS), *told
+            of_coded = coded.to(device), known.map(lambda tensor: tensor.to(device)), rows, slice(0, HEADS), *coding
             there["keys"], there["values"] = coder.decode(*of_coded, (keys, values), first=0, segments=2)
         return _reduce_to_compared({name: there[name].cpu() for name in expected}, expected)
 

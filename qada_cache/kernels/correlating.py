@@ -15,48 +15,48 @@ from .reference import find_fault
 
 logger = logging.getLogger(__name__)
 
-MULTIPLE = 8  # of channels, that the kernels take
-ROWS, HEADS, TOKENS = 1, 2, (530, 30)  # of a trial; one call's after the other's
+MULTIPLE = 8  # Triton's kernels take a multiple of these channels
+ROWS, HEADS, TOKENS = 1, 2, (530, 30)  # of a trial of two calls, with so many tokens each
 
 
 def take_in(
     count: int, means: tuple[Tensor, Tensor], covariance: Tensor, left: Tensor, right: Tensor, kernels: str = "auto"
 ) -> None:
-    """`take_in_by_torch`, or what does the same; `kernels` is one of `choice.KINDS`."""
-    found: Callable | None = None
+    """As `take_in_by_torch`, computed by a kernel if one can; `kernels` is one of `choice.KINDS`."""
+    compute: Callable | None = None
     if kernels != "torch" and left.device.type in AUTO_DEVICES and left.dim() == 4:
-        found = _find_kernel(left.device, left.dtype, right.dtype, left.shape[3], right.shape[3])
+        compute = _find_kernel(left.device, left.dtype, right.dtype, left.shape[3], right.shape[3])
     elif kernels != "torch" and takes_tokens(left, right):
-        found = take_in_compiled
-    (found or take_in_by_torch)(count, means, covariance, left, right)
+        compute = take_in_compiled
+    (compute or take_in_by_torch)(count, means, covariance, left, right)
 
 
 def take_in_by_torch(count: int, means: tuple[Tensor, Tensor], covariance: Tensor, left: Tensor, right: Tensor) -> None:
-    """Take tokens' vectors `left` `[..., tokens, n]` and `right` (`m`), any dtype, into the `means` of `count` others,
-    float32 `[..., n]` and `[..., m]`, and into their covariance `[..., n, m]`, contiguous, in place.
+    """Merge tokens' vectors `left` `[..., tokens, n]` and `right` `[..., tokens, m]`, any dtype, into the `means` of
+    `count` others, float32 `[..., n]` and `[..., m]`, and into their `covariance` `[..., n, m]`, contiguous, in place.
 
-    Chan's merge of centred blocks is stable for large means, and independent of the split, to rounding. Of 0 others,
-    nothing is read. `left` may be `right`, and its mean then as well.
+    Chan's merge of centred blocks is stable for large means, and independent of the split, to rounding. With a `count`
+    of 0, means and covariance are not read. If `left` is `right`, there may be one mean in both places.
     """
     alike, tokens = left is right, left.shape[-2]
     total = count + tokens
-    found, centred = list[Tensor](), list[Tensor]()
+    new_means, centred = list[Tensor](), list[Tensor]()
     for part in (left,) if alike else (left, right):
         wide = part.float()
         mean = wide.mean(dim=-2)
-        found.append(mean)
-        # In place where it is a copy: new memory takes longer than the rest.
+        new_means.append(mean)
+        # In place where `wide` is a copy: new memory takes longer than the rest.
         centred.append(wide - mean.unsqueeze(-2) if wide is part else wide.sub_(mean.unsqueeze(-2)))
     product = covariance.flatten(0, -3)
     product.baddbmm_(centred[0].mT.flatten(0, -3), centred[-1].flatten(0, -3), beta=count / total, alpha=1 / total)
-    held = means[: len(found)]
+    held = means[: len(new_means)]
     if not count:
-        for mean, new in zip(held, found, strict=True):
+        for mean, new in zip(held, new_means, strict=True):
             mean.copy_(new)
         return
-    off = [(new - mean).flatten(0, -2) for mean, new in zip(held, found, strict=True)]
+    off = [(new - mean).flatten(0, -2) for mean, new in zip(held, new_means, strict=True)]
     product.baddbmm_(off[0].unsqueeze(-1), off[-1].unsqueeze(-2), alpha=count / total * (tokens / total))
-    for mean, new in zip(held, found, strict=True):
+    for mean, new in zip(held, new_means, strict=True):
         mean.lerp_(new, tokens / total)
 
 
@@ -64,7 +64,7 @@ def take_in_by_torch(count: int, means: tuple[Tensor, Tensor], covariance: Tenso
 def _find_kernel(
     device: torch.device, left_dtype: torch.dtype, right_dtype: torch.dtype, left_dim: int, right_dim: int
 ) -> Callable | None:
-    """Triton's kernels for such tensors; None: torch is to. The trial waits for the device."""
+    """Triton's `take_in` for such tensors, once tried; None if torch has to compute. The trial waits for the device."""
     dims, dtypes = (left_dim, right_dim), (left_dtype, right_dtype)
     like = [torch.empty(1, 1, 1, dim, dtype=dtype, device=device) for dim, dtype in zip(dims, dtypes, strict=True)]
     if any(dim % MULTIPLE or dim > MAX_DIM for dim in dims):
@@ -82,8 +82,8 @@ def _find_kernel(
 def find_correlating_fault(
     kernel: Callable, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], dims: tuple[int, int]
 ) -> str | None:
-    """The fault of a kernel on this device, as of `reference.find_fault`, by made-up tokens: of keys alone, and of
-    values and keys."""
+    """The fault of `kernel`, a `take_in`, on this device, as `reference.find_fault` says it. It is tried on random
+    tokens: on keys alone, and on values with keys."""
     made = torch.Generator("cpu").manual_seed(0)
     left, right = (
         (torch.randn(ROWS, HEADS, sum(TOKENS), dim, generator=made, dtype=torch.float32, device="cpu") + 3).to(dtype)

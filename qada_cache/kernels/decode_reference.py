@@ -62,8 +62,8 @@ def find_log_bulk(query: Query, kv_heads: int) -> Tensor:
     """As told, or the larger estimate by moments, `[batch or 1, kv_heads, group, 1]` float32."""
     if query.log_bulk is not None:
         return query.log_bulk
-    told: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling}
-    estimates = [gaussian_log_bulk(query.states.float(), *moments, **told) for moments in query.moments]
+    scoring: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling}
+    estimates = [gaussian_log_bulk(query.states.float(), *moments, **scoring) for moments in query.moments]
     return functools.reduce(torch.fmax, estimates)  # which takes a number before a nan
 
 

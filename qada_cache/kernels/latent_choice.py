@@ -115,10 +115,10 @@ def _find_record_fault(
     out, lse = partial_attention(query, latents, latents, scaling=scaling, kernels="torch")
 
     def compute() -> tuple[Tensor, ...]:
-        told = sketch.map(lambda part: part.to(device)), weights.to(device), records, rank
+        arguments = sketch.map(lambda part: part.to(device)), weights.to(device), records, rank
         segments = count_segments(tokens)
         found, sums = attend_recorded_latents(
-            query.to(device), held[:, :, :tokens], *told, scaling=scaling, segments=segments
+            query.to(device), held[:, :, :tokens], *arguments, scaling=scaling, segments=segments
         )
         return found.to(dtype).cpu(), sums.cpu()
 

@@ -24,8 +24,8 @@ def masked_attention(
         if operator is not None and _takes_masks(operator, query.dtype, key.shape[3]):
             out, lse = _attend_shown(operator, query, key, padded, mask, scaling)
             return out[..., : value.shape[3]].float(), lse
-    told = {"scaling": scaling, "softcap": softcap}
-    return partial_attention(query, key, value, mask=mask[None, None], kernels=kernels, **told)  # type: ignore[arg-type]
+    whole = mask[None, None]
+    return partial_attention(query, key, value, scaling=scaling, mask=whole, softcap=softcap, kernels=kernels)
 
 
 def _attend_shown(

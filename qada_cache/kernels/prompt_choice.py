@@ -66,13 +66,14 @@ def _find_prompt_fault(
     ]
     keys, values = (part.repeat_interleave(group, dim=1) for part in call[1:])
     end, code_type = SHORT if block == BLOCK else TRIED_TOKENS, selected_prompt.find_code_type(dtype, device)
-    told = {"scaling": dim**-0.5, "sinks": 1}
-    sharing = told | {"threshold": HIGH, "stride": 16}
+    scoring = {"scaling": dim**-0.5, "sinks": 1}
+    sharing = scoring | {"threshold": HIGH, "stride": 16}
 
     def compute() -> tuple[Tensor, ...]:
         query, key, value = (part.to(device) for part in call)
         out = query.new_zeros(*query.shape[:3], value_dim)
-        pairs = selected_prompt.selected_attention(query, key, value, out=out, **told, threshold=LOW, window=1, end=end)
+        reading = scoring | {"threshold": LOW, "window": 1, "end": end}
+        pairs = selected_prompt.selected_attention(query, key, value, out=out, **reading)
         coded = encode(key, code_type)
         shares = selected_prompt.find_shares(query, *coded, 1, 1, **sharing, block=block)[:, 0, :block]
         return out.cpu(), pairs.cpu(), ((shares.cpu().float() + 1) / SHARES).to(torch.bfloat16)

@@ -133,8 +133,8 @@ class BulkAttention:
             for part in (self._grouped, self.out, self.lse, self.read_lse)
         )
         states = grouped[:, chosen.queries]
-        told: dict[str, Any] = {"scaling": scaling, "mask": chosen.seen, "softcap": self._query.softcap}
-        found = partial_attention(states, keys[0], values[0], **told)
+        arguments: dict[str, Any] = {"scaling": scaling, "mask": chosen.seen, "softcap": self._query.softcap}
+        found = partial_attention(states, keys[0], values[0], **arguments)
         rest = estimate_unread(states, sketch[chosen.row, chosen.head], chosen.tilt, scaling=scaling)
         read_lse[:, chosen.queries] = found[1]
         out[:, chosen.queries], lse[:, chosen.queries] = merge_partials(*found, rest, chosen.log_unread)

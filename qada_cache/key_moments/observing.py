@@ -1,5 +1,5 @@
-"""A model that reads a text, observed: the keys that its layers keep, the queries that they ask. Those of latent
-attention are latents with rotary channels, and the queries that these meet."""
+"""Observes a model that reads a text: the keys that its layers keep, and their queries. With latent attention these are
+latents with rotary channels, and queries that have absorbed the projection of keys."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ def read_keys(
     text by itself."""
     config = model.config.get_text_config(decoder=True)
     cache, device = DynamicCache(config=config), find_inputs_device(model)
-    # As hidden states are asked for, layers without keys of their own are given all queries, and not the last alone.
+    # With hidden states wanted, layers that read other layers' keys get all queries, and not the last one alone.
     asked: dict[str, Any] = {"output_hidden_states": True} if find_readers(config) else {}
     asked |= {"use_cache": True, "logits_to_keep": 1}
     for start in range(0, ids.shape[1], chunk):
@@ -59,21 +59,22 @@ def observe_queries(
     observe: Callable[[int, Tensor], None],
     values: dict[int, tuple[Tensor, float]] | None = None,
 ) -> Iterator[None]:
-    """Inside, `observe(layer, query)` sees the queries `[batch, heads, tokens, dim]` of each of the model's layers, if
-    these take their attention function from transformers' table. Of layers of latents `values` has, by number, the
-    squared norms of what values are made by, float64 `[rank]` on the CPU, and the scaling of scores."""
+    """Inside, `observe(layer, query)` is called with the queries `[batch, heads, tokens, dim]` of each of the model's
+    layers that take their attention function from transformers' table. `values`, if given, is filled for layers of
+    latents, by their index: with the squared norms `‖V_i‖²` over heads of the columns of the projection of values,
+    float64 `[rank]` on the CPU, and the scaling of scores."""
     ours, sizes = set(model.modules()), find_latent_sizes(model.config.get_text_config(decoder=True))
 
     def attention(base: Callable[..., Any], module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> Any:
         if module in ours and isinstance(index := getattr(module, "layer_idx", None), int):
-            asked = query
+            observed = query
             if sizes is not None and has_latents(module):
-                by = ask_projections(module, sizes, query.shape[3] - sizes.rope, query)
-                asked = absorb(query, by, sizes)
+                projections = ask_projections(module, sizes, query.shape[3] - sizes.rope, query)
+                observed = absorb(query, projections, sizes)
                 scaling = kwargs.get("scaling")
                 if values is not None and index not in values and isinstance(scaling, float):
-                    values[index] = by.values.double().square().sum(dim=(0, 1)).cpu(), scaling
-            observe(index, asked)
+                    values[index] = projections.values.double().square().sum(dim=(0, 1)).cpu(), scaling
+            observe(index, observed)
         return base(module, query, *args, **kwargs)
 
     attention_table.place(attention, tables=attention_table.find_own_tables(model, model.config))

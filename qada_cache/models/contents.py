@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-SAMPLED = 4096  # numbers of what is no tensor
-_FEWEST = 64  # values: a layer's weights are more
-_DEEPEST = 4  # of what is looked for in attributes
+SAMPLED = 4096  # numbers that stand for contents that are no tensor
+_FEWEST = 64  # values: smaller attributes are no layer's weights
+_DEEPEST = 4  # levels of nested attributes that are searched
 _SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 # Modules of these packages register what they hold, or put it into their state. Some integrations take it out again.
 _REGISTERING = re.compile(r"(torch\.nn|transformers(?!\.integrations)|peft|bitsandbytes)(\.|$)")
@@ -28,7 +28,7 @@ _DERIVED = re.compile(r"(^|_)(cos|sin|freqs?|rope|rotary|masks?|cached?|position
 
 
 class Contents:
-    """Of one model, in the order of its state dict."""
+    """The contents of one model, in the order of its state dict."""
 
     def __init__(self, model: nn.Module) -> None:
         self.weights: dict[str, Tensor] = {}

@@ -213,9 +213,9 @@ class PrefixStore:
         try:
             with self._open(make=True) as folder:
                 listing = folder.list(self.max_age)
-                told: dict[str, Any] = {"root": root, "about": about, "max_bytes": self.max_bytes}
+                arguments: dict[str, Any] = {"root": root, "about": about, "max_bytes": self.max_bytes}
                 for place, row in rows.items():
-                    tokens, written = store_tokens(folder, listing, cache, place, row, **told)
+                    tokens, written = store_tokens(folder, listing, cache, place, row, **arguments)
                     kept += tokens
                     with self._lock:
                         self._counters["written_bytes"] += written

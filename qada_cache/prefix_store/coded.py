@@ -83,10 +83,10 @@ def store_row(
             _remove_outlived(folder, listing, name.parent, name, rest, reading)
     finally:
         folder.touch(listing, chain)
-    told: dict[str, Any] = {"exact": 0, "reading": reading, "about": about, "max_bytes": max_bytes}
-    told |= {"chain": [root, *(name.own for name in chain[:closed])]}
-    told["starts"] = [find_edge(sinks, number) for number in range(closed + 1)]
-    return len(tokens), written + store_states(folder, listing, tokens=tokens, snapshots=snapshots, **told)
+    arguments: dict[str, Any] = {"exact": 0, "reading": reading, "about": about, "max_bytes": max_bytes}
+    arguments |= {"chain": [root, *(name.own for name in chain[:closed])]}
+    arguments["starts"] = [find_edge(sinks, number) for number in range(closed + 1)]
+    return len(tokens), written + store_states(folder, listing, tokens=tokens, snapshots=snapshots, **arguments)
 
 
 def _count_whole(stores: Sequence[TokenStore], row: int, tokens: int) -> int:

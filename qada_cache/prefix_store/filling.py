@@ -29,12 +29,12 @@ from .naming import EXACT, describe_reading
 logger = logging.getLogger(__name__)
 
 _PARTS = ("keys", "values")
-Pieces = Sequence[tuple[Layers, int]]  # of one row: segments in order, and of each the first tokens that are taken
+Pieces = Sequence[tuple[Layers, int]]  # one row's segments in order, each with the number of its first tokens taken
 
 
 def keep_as_made(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a cache whose bulk is as the model made it, of a prompt read exactly, unless they ask for other bits
-    or a `prefill_threshold`: a tuned setting of these is left out."""
+    """Options of a cache that holds its bulk in the model's dtype and reads the prompt exactly, unless `options` set
+    `bulk_bits` or a `prefill_threshold` themselves. A tuned setting does not set these here."""
     asked = {name: value for name, value in options.items() if value is not None or name not in LEFT_OPEN}
     return {"bulk_bits": BULK_BITS, "prefill_threshold": 0.0, **asked}
 
@@ -63,8 +63,8 @@ def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
 @torch.no_grad()
 @torch.inference_mode(False)  # as for `fill`
 def flush(cache: QAdACache) -> None:
-    """Have tokens that wait beside the window go to the bulk, as in a cache that is filled: heads decide by the bulk,
-    so both go on alike."""
+    """Move pending tokens to the stored bulk. A cache that is filled with these tokens has none pending either. Heads
+    decide by the stored bulk, so both caches go on alike."""
 
     def absorb_nothing(layer: QAdALayer) -> None:
         if (store := layer.store) is not None and store.end > store.window:
@@ -88,17 +88,17 @@ def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
 
 
 def store_tokens(
-    folder: Folder, listing: Listing, cache: QAdACache, place: int, row: Sequence[int], **told: Any
+    folder: Folder, listing: Listing, cache: QAdACache, place: int, row: Sequence[int], **arguments: Any
 ) -> tuple[int, int]:
     """Store a row of a cache whose tokens are `row`, or begin with it, as `store_row` and `coded.store_row`."""
     layers, options = list_layers(cache), cache.options
     store = layers[0].store
     assert store is not None
     alike = min(store.alike[place], len(row))
-    told["snapshots"] = cache.take_snapshots() if store.batch == 1 else []
+    arguments["snapshots"] = cache.take_snapshots() if store.batch == 1 else []
     if isinstance(store.bulk, CodedBulk):
-        told["reading"] = coded.describe_coded(options)
-        return coded.store_row(folder, listing, layers, place, tokens=row[:alike], **told)
+        arguments["reading"] = coded.describe_coded(options)
+        return coded.store_row(folder, listing, layers, place, tokens=row[:alike], **arguments)
     reading = describe_reading(options)
     return store_row(
         *(folder, listing),
@@ -107,7 +107,7 @@ def store_tokens(
         reading=reading,
         sketch=sketches.digest_sketch(options),
         copy=partial(copy_tokens, cache, place),
-        **told,
+        **arguments,
     )
 
 
@@ -132,9 +132,9 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
         store = layer.store
         assert store is not None
         known, shown = (NONE, None) if layer.stores_padding else (padding, valid)
-        # With padding that is stored among tokens no other text begins.
+        # No other text begins with padding that is stored among its tokens.
         alike = [0 if layer.stores_padding and length < seen else length for length in lengths]
-        if isinstance(store.bulk, CodedBulk):  # which codes tokens behind its sketch as they come
+        if isinstance(store.bulk, CodedBulk):  # needs its own sketch to code tokens, so stored codes are not used
             store.absorb(keys, values, shown)
             store.exact, store.alike, sketch = [0] * len(rows), alike, None
         else:
@@ -151,8 +151,8 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
 @torch.no_grad()
 @torch.inference_mode(False)  # as for `fill`
 def restore_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) -> bool:
-    """Have layers that are not ours hold what a file of states says. False, with a warning, and nothing is changed, if
-    it is of other layers."""
+    """Put the states of a file into the sliding and linear layers. False, with a warning and without a change, if they
+    are other layers' states."""
     device = coded.find_device(cache)
     try:
         others = {str(index): layer for index, layer in enumerate(cache.layers) if not isinstance(layer, QAdALayer)}
@@ -170,24 +170,24 @@ def restore_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) ->
 
 
 def _join(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str, seen: int) -> Tensor:
-    """A part of one layer, `[rows, kv_heads, seen, dim]`, zeros where there is padding."""
+    """All rows' tensor `part` of layer number `place`, `[rows, kv_heads, seen, dim]`, with zeros for padding."""
     like = next(layers[place][part] for pieces in rows for layers, _ in pieces)
-    made = like.new_empty(len(rows), like.shape[0], seen, like.shape[2])
+    joined = like.new_empty(len(rows), like.shape[0], seen, like.shape[2])
     for row, (pieces, length) in enumerate(zip(rows, lengths, strict=True)):
-        at = seen - length
-        made[row, :, :at] = 0
+        start = seen - length
+        joined[row, :, :start] = 0
         for layers, taken in pieces:
-            made[row, :, at : at + taken] = layers[place][part][:, :taken]
-            at += taken
-    return made
+            joined[row, :, start : start + taken] = layers[place][part][:, :taken]
+            start += taken
+    return joined
 
 
 def has_shapes(model: PreTrainedModel, options: Options, indices: Sequence[int], layers: Layers) -> bool:
-    """Whether `layers` fit: keys and values have the shapes and dtype of the model, whose layers `indices` are stored,
-    keys of indexers their width, and codes of the sketch, if there are any, have the layout of `options`."""
+    """Whether a file's `layers` fit layers number `indices` of the model: keys and values have its shapes and dtype,
+    indexers' keys its width, and the sketch's codes, if any, the layout of `options`."""
     config = model.config.get_text_config(decoder=True)
-    sizes, widths = list_token_sizes(config), [find_indexer_dim(config, index) for index in indices]
-    if [layer[INDEXER].shape[2] if INDEXER in layer else 0 for layer in layers] != widths:
+    sizes, indexer_dims = list_token_sizes(config), [find_indexer_dim(config, index) for index in indices]
+    if [layer[INDEXER].shape[2] if INDEXER in layer else 0 for layer in layers] != indexer_dims:
         return False
     pairs = zip(layers, sizes * len(layers) if len(sizes) == 1 else sizes, strict=True)
     if layers and "records" in layers[0]:

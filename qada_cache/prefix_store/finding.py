@@ -1,4 +1,4 @@
-"""The longest stored beginning of a prompt: chains of segments, followed by their names."""
+"""Finds the longest stored beginning of a prompt. A segment's name holds its parent's, so names alone give a chain."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +13,14 @@ from ..sketch.codec import CODES
 from ..state import Options
 from .coded import describe_coded, find_edge
 from .folder import CODED, Folder, Header, Layers, Listing
-from .naming import EXACT, SEGMENT_TOKENS, STATES, Name, describe_reading, name_segment
+from .naming import EXACT, FILE_TOKENS, STATES, Name, describe_reading, name_segment
 from .sketches import digest_sketch
 
 logger = logging.getLogger(__name__)
 
-WORTH = 32  # tokens: fewer, which most prompts of a chat have in common, are read sooner than their file
+WORTH = 32  # tokens: a model reads fewer faster than a file is read, and all chats share a few by their template
 READERS = 4  # threads that read files
-Step = tuple[Name, int]  # a segment, and the first tokens of it that are taken
+Step = tuple[Name, int]  # a segment of a chain, and the number of its first tokens that are taken
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Beginning:
     """The stored beginning of one row."""
 
     pieces: list[tuple[Layers, int]] = field(default_factory=list)  # as for `filling.fill`
-    exact: int = 0  # of the tokens, the first ones, that were read exactly
-    states: Any = None  # of layers that are not ours, behind the tokens, as for `filling.restore_states`
+    exact: int = 0  # the number of first tokens that were read exactly
+    states: Any = None  # states of sliding and linear layers after the tokens, as for `filling.restore_states`
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -62,9 +62,9 @@ class Finder:
         needs_states: bool,
         coded: bool,
     ) -> None:
-        """`options` are those of the cache to fill, `fits` says whether stored layers fit it, and
-        `needs_states` whether it has others, whose states have to be stored behind a beginning. With
-        `coded`, files may hold few bits, if the cache does."""
+        """`options` are those of the cache to fill, and `fits` says whether stored layers fit it. With `needs_states`
+        it has sliding or linear layers too, whose states have to be stored after a beginning. With `coded`, files may
+        hold few bits, if the cache does."""
         self.folder, self.listing, self.root, self._fits = folder, listing, root, fits
         self.reading = EXACT if options.codes_tokens else describe_reading(options)
         self._coded = describe_coded(options) if coded and options.codes_tokens else None
@@ -80,8 +80,8 @@ class Finder:
             self.folder.touch(self.listing, [name for name, _ in path])
             if states is not None:
                 try:
-                    _, found.tensors, said = self.folder.read_whole(states)
-                    found.states = said["states"]
+                    _, found.tensors, fields = self.folder.read_whole(states)
+                    found.states = fields["states"]
                     self.folder.touch(self.listing, [states])
                 except (OSError, ValueError, KeyError) as error:
                     self._drop(states, ValueError(f"{states} lacks {error}") if type(error) is KeyError else error)
@@ -93,7 +93,7 @@ class Finder:
                     for name, result in zip(missing, pool.map(self._load, missing), strict=True)
                 ]
             if all(read):
-                break  # else its listing is shorter now
+                break  # else `_take` removed a damaged segment from the listing, and the next try ends before it
         for name, taken in path:
             header, layers = self._read[name]
             if found.exact == found.tokens:
@@ -106,7 +106,7 @@ class Finder:
         return sum(taken for _, taken in self._find(tokens, most)[0])
 
     def _find(self, tokens: Sequence[int], most: int) -> tuple[list[Step], Name | None]:
-        """The chain of the longest stored beginning, and the file of states behind it, if these are needed."""
+        """The chain of the longest stored beginning, and the file of states after it if states are needed."""
         found = [self._end_at_states(self._find_longest(tokens, most), tokens, {self.reading, EXACT})]
         if self._coded is not None:
             for path in self._find_coded(tokens[:most], self._coded):
@@ -116,53 +116,55 @@ class Finder:
     def _end_at_states(
         self, path: list[Step], tokens: Sequence[int], readings: set[str]
     ) -> tuple[list[Step], Name | None]:
-        """The beginning of a chain that ends at the last states of one of the `readings`, and their file, if states are
-        needed."""
+        """If states are needed, `path` up to the last position for which states of one of the `readings` are stored,
+        and their file. Else `path` and None."""
         if not self.needs_states:
             return path, None
         starts = [0, *accumulate(taken for _, taken in path)]
-        best, behind = 0, None
+        longest, states = 0, None
         for start, parent in zip(starts, [self.root, *(name.own for name, _ in path)], strict=True):
             for name in list(self.listing.following.get(parent, [])):
                 if (header := self._read_header(name)) is None or not header.has_states:
                     continue
                 end = start + len(header.tokens)
-                fits = header.reading.removeprefix(STATES) in readings and best < end <= starts[-1]
+                fits = header.reading.removeprefix(STATES) in readings and longest < end <= starts[-1]
                 if fits and list(tokens[start:end]) == header.tokens:
-                    best, behind = end, name
-        if best < WORTH:
+                    longest, states = end, name
+        if longest < WORTH:
             return [], None
-        left = [(name, min(taken, best - start)) for start, (name, taken) in zip(starts, path, strict=False)]
-        return [step for step in left if step[1] > 0], behind
+        cropped = [(name, min(taken, longest - start)) for start, (name, taken) in zip(starts, path, strict=False)]
+        return [step for step in cropped if step[1] > 0], states
 
     def _find_longest(self, tokens: Sequence[int], most: int) -> list[Step]:
-        """The longest chain of at least `WORTH` tokens; of equal ones, one that was read exactly."""
-        best: list[Step] = []
-        length, tried = 0, [(self.root, list[Step]())]
-        while tried:
-            parent, path = tried.pop()
-            begun = len(path) * SEGMENT_TOKENS
-            rest = tokens[begun:most]
+        """The longest chain of at least `WORTH` tokens; among equally long ones, one that was read exactly."""
+        longest: list[Step] = []
+        most_tokens, stack = 0, [(self.root, list[Step]())]  # depth first: chains of whole segments
+        while stack:
+            parent, path = stack.pop()
+            length = len(path) * FILE_TOKENS
+            rest = tokens[length:most]
             following = self.listing.following.get(parent, [])
             whole = []
-            if len(rest) >= SEGMENT_TOKENS:  # the last one is tried first
-                names = {name.own: name for name in following}
-                owned = [name_segment(parent, rest[:SEGMENT_TOKENS], reading) for reading in (self.reading, EXACT)]
-                whole = [names[own] for own in dict.fromkeys(owned) if own in names]
+            if len(rest) >= FILE_TOKENS:
+                by_own = {name.own: name for name in following}
+                # The exact reading comes last, so it is popped first.
+                wanted = [name_segment(parent, rest[:FILE_TOKENS], reading) for reading in (self.reading, EXACT)]
+                whole = [by_own[own] for own in dict.fromkeys(wanted) if own in by_own]
             if whole:
-                tried += [(name.own, [*path, (name, SEGMENT_TOKENS)]) for name in whole]
+                stack += [(name.own, [*path, (name, FILE_TOKENS)]) for name in whole]
                 continue
+            # No whole segment goes on: the chain ends with the one that shares most of the remaining tokens.
             shared = {name: self._count_shared(name, rest, self.reading) for name in list(following)} if rest else {}
             last = max(shared, key=lambda name: shared[name], default=None)
             if last is not None and shared[last]:
-                path, begun = [*path, (last, shared[last])], begun + shared[last]
-            if begun > length and begun >= WORTH:
-                best, length = path, begun
-        return best
+                path, length = [*path, (last, shared[last])], length + shared[last]
+            if length > most_tokens and length >= WORTH:
+                longest, most_tokens = path, length
+        return longest
 
     def _find_coded(self, tokens: Sequence[int], reading: str) -> Iterator[list[Step]]:
-        """Chains of at least `WORTH` tokens of segments in few bits, and what is behind them: one for each number of
-        segments, as a text that was coded later, or never, may go on where another's next segment begins."""
+        """Chains of at least `WORTH` tokens: segments in few bits, then the beginning of one more file. Yields one for
+        each number of segments, as fewer segments with a longer last part may hold more tokens."""
         path, parent = list[Step](), self.root
         while True:
             start, stop = (find_edge(self._sinks, len(path) + more) for more in (0, 1))
@@ -170,9 +172,9 @@ class Finder:
             rest = tokens[start:]
             shared = {name: self._count_shared(name, rest, reading) for name in following} if rest else {}
             last = max(shared, key=lambda name: shared[name], default=None)
-            found = [*path, (last, shared[last])] if last is not None and shared[last] else list(path)
-            if sum(taken for _, taken in found) >= WORTH:
-                yield found
+            chain = [*path, (last, shared[last])] if last is not None and shared[last] else list(path)
+            if sum(taken for _, taken in chain) >= WORTH:
+                yield chain
             own = name_segment(parent, tokens[start:stop], reading) if stop <= len(tokens) else ""
             name = next((name for name in following if name.own == own), None)
             if name is None or (header := self._read_header(name)) is None or header.sketch != CODED:
@@ -181,7 +183,7 @@ class Finder:
             parent = own
 
     def _read_header(self, name: Name) -> Header | None:
-        """A file's header; None, and it is looked for no more, if it cannot be read."""
+        """A file's header. If it cannot be read, None, and the file leaves the listing."""
         try:
             return self.folder.read_header(name)
         except (OSError, ValueError) as error:
@@ -189,7 +191,8 @@ class Finder:
             return None
 
     def _count_shared(self, name: Name, rest: Sequence[int], reading: str) -> int:
-        """How many tokens of `rest` a segment begins with that can be taken; 0 if it cannot be read."""
+        """The number of first tokens that a segment and `rest` share and a cache of this `reading` may take; 0 if the
+        segment cannot be read."""
         if (header := self._read_header(name)) is None:
             return 0
         usable = header.tokens[: header.count_usable(reading)]
@@ -209,7 +212,7 @@ class Finder:
             return error
 
     def _take(self, name: Name, result: tuple[Header, Layers] | Exception) -> bool:
-        """Whether a segment was read; it is looked for no more if not."""
+        """Keep the segment that `_load` read. If it could not, False, and the segment leaves the listing."""
         if isinstance(result, Exception):
             self._drop(name, result)
             return False
@@ -217,7 +220,8 @@ class Finder:
         return True
 
     def _drop(self, name: Name, error: Exception) -> None:
-        """Look for a segment no more. A damaged one is removed, so that it can be kept again."""
+        """Remove a segment that cannot be read from the listing. If it is damaged, its file goes too, and all segments
+        after it, so that the prompt can be stored again."""
         if isinstance(error, ValueError):
             logger.warning("a stored prompt is read again from segment %d on: %s", name.number, error)
             for each in self.listing.find_behind(name):

@@ -194,8 +194,9 @@ class Folder:
         for layer in layers:
             keys, values = layer["keys"], layer["values"]
             fits = keys.dim() == values.dim() == 3 and keys.shape[:2] == values.shape[:2]
-            made = len(header.tokens) - (SEGMENT_TOKENS if header.sketch == CODED else 0)
-            if not fits or keys.shape[1] != made or not keys.is_floating_point():
+            # Records hold the last tokens of a file in few bits; keys and values are those of the sinks before them.
+            tokens = len(header.tokens) - (SEGMENT_TOKENS if header.sketch == CODED else 0)
+            if not fits or keys.shape[1] != tokens or not keys.is_floating_point():
                 raise ValueError(f"{path} holds keys {list(keys.shape)} beside values {list(values.shape)}")
             if (found := layer.get(INDEXER)) is not None:
                 fits = found.is_floating_point() and found.shape[:-1] == (1, len(header.tokens))

@@ -11,7 +11,7 @@ from ..said_once import warn_once
 from ..sketch.codec import CODES
 from ..state.snapshots import Snapshot
 from .folder import Folder, Header, Layers, Listing
-from .naming import EXACT, SEGMENT_TOKENS, STATES, Name, name_segment, name_states
+from .naming import EXACT, FILE_TOKENS, STATES, Name, name_segment, name_states
 
 logger = logging.getLogger(__name__)
 
@@ -21,28 +21,27 @@ def store_row(
     listing: Listing,
     *,
     root: str,
-    tokens: Sequence[int],  # of a row, that are to be kept
-    exact: int,  # of them, the first ones, that were read exactly
-    reading: str,  # how the others were
-    sketch: str,  # of the cache
+    tokens: Sequence[int],  # the row's tokens that are to be kept
+    exact: int,  # the number of first tokens that were read exactly
+    reading: str,  # how the other tokens were read, as by `describe_reading`
+    sketch: str,  # of the cache, as by `sketches.digest_sketch`
     about: dict[str, Any],
-    copy: Callable[[int, int], Layers],  # the row's tokens `start..stop`
-    snapshots: Iterable[Snapshot],  # of other layers than ours, if the row is all that they hold
+    copy: Callable[[int, int], Layers],  # returns the row's tokens `start..stop`
+    snapshots: Iterable[Snapshot],  # of sliding and linear layers, if these hold no other row
     max_bytes: int,
 ) -> tuple[int, int]:
-    """Write missing segments, from the first on, and states; returns how many of the row's tokens are stored now, and
-    the bytes written. A longer segment replaces a shorter one that it begins with. An OSError if a file cannot be
-    written."""
-    told: dict[str, Any] = {"root": root, "exact": exact, "reading": reading, "about": about, "max_bytes": max_bytes}
-    stored, written = _store_segments(folder, listing, tokens=tokens, sketch=sketch, copy=copy, **told)
+    """Write missing segments, from the first on, and states. Returns the number of the row's tokens that are stored
+    now, and the bytes written. A longer segment replaces a shorter one that it begins with. An OSError if a file cannot
+    be written."""
+    arguments: dict[str, Any] = {"exact": exact, "reading": reading, "about": about, "max_bytes": max_bytes}
+    stored, written = _store_segments(folder, listing, root=root, tokens=tokens, sketch=sketch, copy=copy, **arguments)
     chain, starts = [root], [0]
-    for start in range(0, stored - SEGMENT_TOKENS + 1, SEGMENT_TOKENS):
-        end = start + SEGMENT_TOKENS
+    for start in range(0, stored - FILE_TOKENS + 1, FILE_TOKENS):
+        end = start + FILE_TOKENS
         chain.append(name_segment(chain[-1], tokens[start:end], EXACT if end <= exact else reading))
         starts.append(end)
-    told |= {"tokens": tokens[:stored], "chain": chain, "starts": starts}
-    del told["root"]
-    return stored, written + store_states(folder, listing, snapshots=snapshots, **told)
+    arguments |= {"tokens": tokens[:stored], "chain": chain, "starts": starts}
+    return stored, written + store_states(folder, listing, snapshots=snapshots, **arguments)
 
 
 def _store_segments(
@@ -61,8 +60,8 @@ def _store_segments(
     """As `store_row`, without states."""
     parent, chain, written = root, list[Name](), 0
     try:
-        for start in range(0, len(tokens), SEGMENT_TOKENS):
-            part = list(tokens[start : start + SEGMENT_TOKENS])
+        for start in range(0, len(tokens), FILE_TOKENS):
+            part = list(tokens[start : start + FILE_TOKENS])
             known = min(max(exact - start, 0), len(part))
             header = Header(part, EXACT if known == len(part) else reading, known, "", about)
             name = Name(root[:16], len(chain), parent, name_segment(parent, part, header.reading))
@@ -88,23 +87,23 @@ def _store_segments(
 
 
 def _compare(folder: Folder, listing: Listing, new: Header, parent: str) -> tuple[Name | None, list[Name]]:
-    """A segment behind `parent` that holds the tokens of `new`, which is shorter than a whole one, if there is one; and
-    those that hold less."""
+    """Compares `new` with the stored segments after `parent`. If `new` is not a whole segment, and one of them holds
+    all its tokens, that one. Else None, and the partial segments that `new` makes useless."""
     shorter: list[Name] = []
     for name, old in folder.list_following(listing, parent):
         fewer = min(len(old.tokens), len(new.tokens))
         if old.has_states or old.tokens[:fewer] != new.tokens[:fewer]:
             continue
-        if _serves(old, new) and len(new.tokens) < SEGMENT_TOKENS:
+        if _serves(old, new) and len(new.tokens) < FILE_TOKENS:
             folder.touch(listing, [name])
             return name, []
-        if _serves(new, old) and len(old.tokens) < SEGMENT_TOKENS:
+        if _serves(new, old) and len(old.tokens) < FILE_TOKENS:
             shorter.append(name)
     return None, shorter
 
 
 def _serves(one: Header, other: Header) -> bool:
-    """Whether whoever may go on with tokens of `other` may go on with as many of `one`, which begins with the same."""
+    """Whether each cache that may use tokens of `other` may use as many of `one`, which begins with the same tokens."""
     return all(
         one.count_usable(reading) >= other.count_usable(reading) for reading in ("no other", other.reading, one.reading)
     )
@@ -114,19 +113,19 @@ def store_states(
     folder: Folder,
     listing: Listing,
     *,
-    tokens: Sequence[int],  # that are stored
-    chain: Sequence[str],  # of the root, and the whole segments that have them
-    starts: Sequence[int],  # tokens before what follows each of `chain`
+    tokens: Sequence[int],  # the row's stored tokens
+    chain: Sequence[str],  # the root, then the names of the whole segments that hold these tokens
+    starts: Sequence[int],  # for each name of `chain`, the number of tokens up to the end of its segment
     exact: int,
     reading: str,
     about: dict[str, Any],
     snapshots: Iterable[Snapshot],
     max_bytes: int,
 ) -> int:
-    """Write what other layers than ours held behind beginnings of `tokens`; returns the bytes written. An OSError if a
-    file cannot be written."""
+    """Write the states of sliding and linear layers after beginnings of `tokens`; returns the bytes written. An OSError
+    if a file cannot be written."""
     written, spared, kept = 0, [name for name in listing.files if name.own in chain], list[Name]()
-    if rest := list(tokens[starts[-1] :]):  # no states are worth the tokens before them
+    if rest := list(tokens[starts[-1] :]):  # states are useless without the tokens before them, so these are spared
         behind = folder.list_following(listing, chain[-1])
         spared += [name for name, each in behind if not each.has_states and each.tokens[: len(rest)] == rest]
     for snapshot in sorted(snapshots, key=lambda each: -each.tokens):  # a next turn begins at the newest
@@ -157,8 +156,8 @@ def write_segment(
     chain: list[Name],
     held: tuple[int, int],
 ) -> int:
-    """Write a segment behind `chain` and make room for it; 0, with a warning, if there is none. `held`: tokens before
-    it, and of the whole text."""
+    """Write a segment after `chain` and make room for it; returns its bytes, or 0, with a warning, if there is no room.
+    `held`: tokens before it, and tokens of the whole text."""
     parts = {f"{part} {at}": each for at, layer in enumerate(layers) for part, each in layer.items()}
     if not (size := _write(folder, listing, name, header, parts, max_bytes, chain)):
         warn_once(
@@ -179,12 +178,12 @@ def _write(
     spared: list[Name],
     **more: Any,
 ) -> int:
-    """Write a file and make room for it; 0 if there is none."""
+    """Write a file and make room for it; returns its bytes, or 0 if there is no room."""
     size = sum(part.nbytes for part in parts.values())
     if not folder.make_room(listing, max_bytes - size, set(spared)):
         return 0
     size = folder.write(listing, name, header, parts, **more)
-    if not folder.make_room(listing, max_bytes, {*spared, name}):  # its header came on top
+    if not folder.make_room(listing, max_bytes, {*spared, name}):  # `size` did not count the header
         folder.remove(listing, name)
         return 0
     return size

@@ -19,10 +19,10 @@ from ..criterion import StaticHeads
 from ..models import identity
 from ..state import Options
 
-SEGMENT_TOKENS = 256  # of a file; what is kept of a text beyond whole segments is one shorter file
-VERSION = 1  # of names and files: others are not found
-STATES = "states "  # before how the text was read whose other layers' states a file holds
-EXACT = ""  # how tokens were read that do not depend on a cache's options
+FILE_TOKENS = 256  # of a whole segment's file; the rest of a text is one shorter file
+VERSION = 1  # of names and files: those of another version are not found
+STATES = "states "  # prefix of `Header.reading` in a file that holds states of sliding and linear layers
+EXACT = ""  # `Header.reading` of tokens that were read exactly, under whatever options
 _FORMAT = re.compile(r"([0-9a-f]{16})-(\d{6})-([0-9a-f]{32})-([0-9a-f]{32})\.safetensors")
 
 
@@ -47,7 +47,7 @@ class Name(NamedTuple):
 def name_root(model: PreTrainedModel, key: str | None) -> str:
     """The parent of a first segment: a hash of the model's weights, dtype, config and active adapters, and of the
     owner's key."""
-    parts = [VERSION, SEGMENT_TOKENS, identity.digest(model), identity.list_adapters(model), key]
+    parts = [VERSION, FILE_TOKENS, identity.digest(model), identity.list_adapters(model), key]
     return _digest(json.dumps(parts).encode())
 
 

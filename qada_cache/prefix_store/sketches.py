@@ -13,8 +13,7 @@ from ..sketch.codec import CODES, has_whole_order, list_fields
 from ..state import Options
 from ..storage import TokenStore
 from .folder import Layers
-from .naming import SEGMENT_TOKENS as FILE_TOKENS
-from .naming import make_digest
+from .naming import FILE_TOKENS, make_digest
 
 
 def digest_sketch(options: Options) -> str:

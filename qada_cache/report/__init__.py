@@ -76,7 +76,7 @@ def _measure(
     options: dict[str, Any],
     bar: tqdm,
 ) -> tuple[list[Answer], QAdACache, Recorder, list[Pass | None]]:
-    """DynamicCache's answer and QAdACache's, its cache, and as of `_record`."""
+    """DynamicCache's answer and QAdACache's, the QAdACache, and what `_record` returns for its answer."""
     is_over = make_end_check(model, tokenizer, asked.chat)
 
     def answer(cache: DynamicCache, given: Answer) -> Answer:
@@ -85,7 +85,7 @@ def _measure(
         return given
 
     def warm_up(cache: DynamicCache) -> None:
-        """What happens once happens untimed, on a beginning of the document."""
+        """Read a beginning of the document untimed, so that one-time work, as compiling kernels, is done."""
         for ids in (asked.opening[:_WARM_UP_TOKENS], asked.question, asked.question[:1]):
             read_tokens(model, ids, cache)
 
@@ -106,8 +106,8 @@ def _measure(
 def _record(
     model: PreTrainedModel, asked: Asked, cache: QAdACache, answer: list[int], bar: tqdm
 ) -> tuple[Recorder, list[Pass | None]]:
-    """What a cache that has read the document reads for each token of an answer that was given, as far as a page can
-    hold that, and who noted it."""
+    """The `Recorder`, and what `cache`, which has read the document, reads for each token of `answer`: as many passes
+    as a page has room for."""
     cache.observer = recorder = Recorder(cache)
     passes, size = list[Pass | None](), 0
     for ids in (asked.question, *([token] for token in answer[:-1])):

@@ -155,13 +155,14 @@ def _find_row(model: PreTrainedModel, ids: Any, settings: GenerationConfig, othe
     are all that the call asks of generation, `others` its other arguments."""
     mask: Any = others.get("attention_mask")
     reads_images = model.config is not model.config.get_text_config(decoder=True)
-    told = {name for name in _KINDS if reads_images and isinstance(others.get(name), Tensor) and not others[name].any()}
+    kinds = {name: others.get(name) for name in _KINDS if reads_images}
+    text_only = {name for name, kind in kinds.items() if isinstance(kind, Tensor) and not kind.any()}  # no images
     plain = (
         settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and settings.num_return_sequences in (None, 1)
         and not settings.return_dict_in_generate  # its result would hold the cache
         and settings.cache_implementation is None  # refused by `model.generate` beside a cache
-        and others.keys() <= _HARMLESS | told
+        and others.keys() <= _HARMLESS | text_only
     )
     masked = plain and isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape
     if not masked or ids.dim() != 2 or len(ids) != 1 or not ids.numel() or ids.is_floating_point() or not mask.all():

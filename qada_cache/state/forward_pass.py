@@ -1,4 +1,4 @@
-"""What the queries of a pass see of each row: found by its first layer for all."""
+"""The tokens of each row that a pass's queries see: its first layer finds them for all layers."""
 
 import weakref
 from itertools import accumulate, chain, compress
@@ -14,21 +14,23 @@ from ..key_moments.rotation import round_length
 from ..storage.padding import Padding
 
 
-def _see(
-    total: int, gone: int, later: list[int], *, end: int, sinks: int, window: int
+def _mark_columns(
+    total: int, flushed: int, newer: list[int], *, end: int, sinks: int, window: int
 ) -> tuple[list[bytes], list[bytes]]:
-    """The local and the pending columns of queries with so many tokens behind them in their row, a bool each. Of
-    `total` tokens `gone` are flushed, and the newest is in the last of `end` recent columns."""
-    held, first = min(gone, sinks), end - (total - gone)  # flushed sinks; the row's first recent column
-    far = min(max(first, end - total + sinks), end)  # where those begin that are no sinks
+    """Masks of the columns that one row's queries find local, and of those that they find pending: a byte per column,
+    `sinks` columns, then `end` recent ones. `newer[i]` is the number of tokens newer than query `i`. Of the row's
+    `total` tokens `flushed` are flushed; the newest is in the last recent column."""
+    held, first = min(flushed, sinks), end - (total - flushed)  # flushed sinks; the row's first recent column
+    far = min(max(first, end - total + sinks), end)  # the first recent column whose token is no sink
     near, none = b"\1" * held + bytes(sinks - held + first) + b"\1" * (far - first), bytes(sinks + far)
-    window = min(window, end)  # which may be much longer than all texts
-    older, newer = b"\1" * end + bytes(window + end), bytes(end) + b"\1" * window + bytes(end)  # than a window's start
+    window = min(window, end)  # the option may be much longer than any text
+    # Columns before a window, and a window's, of which each query takes a slice of `end - start` columns.
+    older, inside = b"\1" * end + bytes(window + end), bytes(end) + b"\1" * window + bytes(end)
     local, pending = [], []
-    for behind in later:
-        last = max(first, end - behind)  # where the query's tokens end
-        start, shift = min(far, last), end + window - last
-        local.append(near[: sinks + start] + newer[start + shift : end + shift])
+    for count in newer:
+        stop = max(first, end - count)  # the column after the query's own
+        start, shift = min(far, stop), end + window - stop
+        local.append(near[: sinks + start] + inside[start + shift : end + shift])
         pending.append(none[: sinks + start] + older[start + shift : end + shift])
     return local, pending
 
@@ -36,32 +38,32 @@ def _see(
 def describe_rows(
     *,
     lengths: list[int],  # real tokens of each row, the call's own included
-    flushed: list[int],  # of these, the oldest ones, that have been flushed to sinks and bulk
+    flushed: list[int],  # the number of a row's oldest tokens that have been flushed to sinks and bulk
     end: int,  # recent columns in use; they are right-aligned, so column `end - 1` is every row's newest token
     queries: int,  # tokens of the call, padding included
     valid: Tensor | None,  # bool [batch, queries] on the host, False for padding; None when every token is real
     sinks: int,
     window: int,
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """The tensors of `Rows`, on the host, and its numbers, of a call whose tokens have already been appended."""
+    """The tensors of `Rows`, on the host, and its numbers, for a call whose tokens have already been appended."""
     alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
     rows = 1 if alike else len(lengths)
-    bulk_lengths = [max(0, gone - sinks) for gone in flushed[:rows]]
+    bulk_lengths = [max(0, count - sinks) for count in flushed[:rows]]
     stands_for = len(lengths) // rows  # rows of the batch
     local, pending = bytearray(), bytearray()
     bulk_tokens: list[list[int]] = []  # by row and query, as is `decided`
     decided: list[list[bool]] = []
     real = [[True] * queries] * rows if valid is None else valid.tolist()
-    for total, gone, shown in zip(lengths[:rows], flushed[:rows], real, strict=True):
+    for total, row_flushed, is_real in zip(lengths[:rows], flushed[:rows], real, strict=True):
         # A padding query borrows the position of the real one before it: its output is finite and unused.
-        new = sum(shown)
-        later = [new - count for count in accumulate(shown)]
-        seen = _see(total, gone, later, end=end, sinks=sinks, window=window)
-        tokens = [max(0, total - sinks - window - behind) for behind in later]
-        local += b"".join(seen[0])
-        pending += b"".join(seen[1])
+        new = sum(is_real)
+        newer = [new - count for count in accumulate(is_real)]  # of each query, the row's tokens after it
+        columns = _mark_columns(total, row_flushed, newer, end=end, sinks=sinks, window=window)
+        tokens = [max(0, total - sinks - window - count) for count in newer]
+        local += b"".join(columns[0])
+        pending += b"".join(columns[1])
         bulk_tokens.append(tokens)
-        decided.append([bulk > 0 and there for bulk, there in zip(tokens, shown, strict=True)])
+        decided.append([bulk > 0 and query for bulk, query in zip(tokens, is_real, strict=True)])
     masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
     counts, stored = (torch.tensor(part, dtype=torch.int64, device="cpu") for part in (bulk_tokens, bulk_lengths))
     decides = torch.tensor(decided, dtype=torch.bool, device="cpu")
@@ -76,18 +78,20 @@ def describe_rows(
 
 
 class Seen(int):
-    """How many tokens of a `QAdALayer` a mask is asked for: attention there needs no mask of every pair."""
+    """The number of tokens that a `QAdALayer` gives as its mask's size. It marks the mask as one for our attention,
+    which needs no mask of every pair."""
 
-    forward_pass: "ForwardPass | None" = None  # which is to know whether the mask hides any of them
+    forward_pass: "ForwardPass | None" = None  # to be told whether the mask hides any of the tokens
 
 
 class Lead(NamedTuple):
-    """What the first layer of a pass found of one token of every row, none of them padding, that a kernel computed."""
+    """A step's state after its first layer, if a kernel computed it and no row's token is padding: later layers of the
+    same state can skip the checks."""
 
     layer: int  # its index
     mask: Any  # as the model gave it
     padding: Padding
-    lengths: list[int]  # as `find_rows` is told of them
+    lengths: list[int]  # this and the next two as in `find_rows`
     flushed: list[int]
     end: int
     rows: Rows
@@ -98,30 +102,29 @@ class ForwardPass:
 
     def __init__(self, sinks: int, window: int) -> None:
         self.sinks, self.window = sinks, window  # tokens
-        self.is_prefill_chunk = False  # whether it is of `generate`'s prompt: exact, whatever its length
-        self.prompt_tokens = 0  # of that prompt and what was held before it, if it comes in chunks; else 0
-        # Of a step that a graph is captured of (`decode_graph/`), whose new tokens are all real: they are written to.
+        self.is_prefill_chunk = False  # whether it reads a chunk of `generate`'s prompt: exact, whatever its length
+        self.prompt_tokens = 0  # if so, tokens of that prompt and of the cache before it; else 0
+        # The rows of a step under capture (`decode_graph/`), all of whose new tokens are real; replays write to them.
         self.given: Rows | None = None
-        self.lead: Lead | None = None  # of this pass, which layers behind the first one may follow
-        # Of the mask that a model made last, weakly: that of its pass, as long as this is at work.
-        self.mask: weakref.ref[Tensor] | None = None
-        # The tokens that it is of, if it hides none of them, which what an indexer picks does not say.
+        self.lead: Lead | None = None  # of this pass, for the layers after the first one
+        self.mask: weakref.ref[Tensor] | None = None  # the last mask that the model made, while its pass is under way
+        # The number of tokens that `mask` covers, if it hides none of them; else 0. An indexer's picks do not say that.
         self.shown = 0
         self._rows: tuple[Any, Rows] | None = None
-        self._read: Any = WeakTensorKeyDictionary()  # what `read_padding` found for a mask, as long as that is there
+        self._read: Any = WeakTensorKeyDictionary()  # results of `read_padding`, by mask, while the mask lives
 
     def __deepcopy__(self, memo: dict) -> "ForwardPass":
         return ForwardPass(self.sinks, self.window)  # a copy is in no pass
 
     def note_mask(self, mask: Any, shown: int) -> None:
-        """Of the mask that was made, whether it hides none of so many tokens; 0, if it may hide some."""
+        """Note the mask that the model made, and the number `shown` of tokens if it hides none of them (0: it may)."""
         self.mask, self.shown = (weakref.ref(mask), shown) if isinstance(mask, Tensor) else (None, 0)
 
     def read_padding(
         self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int, first: bool
     ) -> tuple[Padding, Tensor | None, Tensor | None]:
-        """As `padding.extend`. Every layer of a pass is handed the same mask: the first one reads it for all, and anew,
-        as it may have been written to since the last pass."""
+        """As `padding.extend`. Every layer of a pass is given the same mask: the first layer reads it for all. It reads
+        even a known one, which may have been written to since the last pass."""
         if self.given is not None:
             return padding, None, None
         if mask is None:
@@ -143,19 +146,19 @@ class ForwardPass:
         valid: Tensor | None,
         device: torch.device,  # where the masks go
     ) -> Rows:
-        """Of a call as for `describe_rows`: layers move in lockstep, so they share it."""
+        """The `Rows` of a call, arguments as for `describe_rows`. Layers move in lockstep, so they share it."""
         if self.given is not None:
             return self.given
-        # By content, not identity: a layer whose state differs must get its own masks.
+        # By content, not by identity: a layer whose state differs must get masks of its own.
         key = (tuple(lengths), tuple(flushed), end, queries, None if valid is None else valid.numpy().tobytes(), device)
         if self._rows is not None and self._rows[0] == key:
             return self._rows[1]
-        told: dict[str, Any] = {"lengths": lengths, "flushed": flushed, "end": end, "queries": queries, "valid": valid}
-        tensors, numbers = describe_rows(**told, sinks=self.sinks, window=self.window)
+        call: dict[str, Any] = {"lengths": lengths, "flushed": flushed, "end": end, "queries": queries, "valid": valid}
+        tensors, numbers = describe_rows(**call, sinks=self.sinks, window=self.window)
         # A blocking copy would wait for everything the accelerator still has to do.
-        near, waiting, counts, stored, decides = (
+        local, pending, counts, stored, decided = (
             tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors
         )
-        made = Rows(near, waiting, counts, stored, decides, **numbers)
-        self._rows = (key, made)
-        return made
+        rows = Rows(local, pending, counts, stored, decided, **numbers)
+        self._rows = (key, rows)
+        return rows

@@ -1,4 +1,4 @@
-"""A bulk in few bits: a record for each token (`sketch/coded.py`), and those of the open segment as they are too."""
+"""A bulk in few bits: a record for each token (`sketch/coded.py`), and the open segment in the model's dtype too."""
 
 from collections.abc import Iterator
 from operator import sub
@@ -16,30 +16,30 @@ from . import row_tensors
 from .bulk import Bulk, Tokens
 from .reopened import ReopenedSegment, cut_segments
 
-STEP = 16  # tokens: room beside records is a multiple of so many; it is made anew for every flush, but:
-LEAST = 128  # for which there is room where room is to last
+STEP = 16  # tokens: `beside` has room for a multiple of these, and is allocated anew at every flush, but:
+LEAST = 128  # tokens: a device that replays graphs keeps room for at least these, see `_fit_beside`
 
 
 class CodedBulk(Bulk):
-    """Its tensors are the records of closed segments, uint8 `[batch, kv_heads, capacity, stride]`. `beside` them, on
-    the compute device, are keys and values of the tokens that follow, as the model made them, and their records. Copies
-    share these until they are written.
+    """`tensors` holds the records of closed segments, uint8 `[batch, kv_heads, capacity, stride]`. `beside` holds, on
+    the compute device, the tokens that follow: keys and values in the model's dtype, and their records. Copies of a
+    cache share `beside` until one of them writes to it.
 
-    A record says how a key differs from what the sketch says of it, so tokens are coded when the sketch codes them: the
-    open segment again as it grows. Query-adaptive calls read it `coded`; others, and the next coding, read it as the
-    model made it. A crop into a closed segment opens it again: its tokens are decoded, and coded once more.
+    A record holds the difference between a key and the sketch's estimate of it. So tokens are coded when the sketch
+    codes them, and the open segment again as it grows. Query-adaptive calls read its records (`coded`), other calls and
+    the next coding its keys and values. A crop into a closed segment opens it: its tokens are decoded, and coded again.
     """
 
-    growth = 1 + 1 / 64  # what has room for more takes memory that records are to save
+    growth = 1 + 1 / 64  # spare capacity takes memory that records are to save
     sketched_beside = SEGMENT_TOKENS + LAST_TOKENS
 
     def __init__(self, keys: Tensor, values: Tensor, *, layout: RecordLayout, **options: Any) -> None:
-        """As `Bulk`; `layout` is of its records. It takes tokens once it has a `sketch`."""
+        """As `Bulk`; `layout` is that of records. Tokens may be appended once `sketch` is set."""
         self.layout, self.stride = layout, layout.find_stride(keys.device)
-        self._holders: WeakSet[CodedBulk] = WeakSet([self])  # who has the tensors `beside`
-        # Of each row, the segments that follow closed ones, as far as its tokens were in closed ones before a crop.
+        self._holders: WeakSet[CodedBulk] = WeakSet([self])  # the bulks that share `beside`
+        # For each row, the segments after the closed ones that a crop opened again, in order.
         self.reopened: list[tuple[ReopenedSegment, ...]] = [()] * keys.shape[0]
-        self.recoded: list[frozenset[int]] = [frozenset()] * keys.shape[0]  # closed segments, as `ReopenedSegment`
+        self.recoded: list[frozenset[int]] = [frozenset()] * keys.shape[0]  # per row, closed segments coded twice
         super().__init__(keys, values, **options)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
@@ -60,7 +60,7 @@ class CodedBulk(Bulk):
 
     @property
     def decoding_share(self) -> int:  # type: ignore[override]
-        """As `Bulk`: torch's operations have temporaries."""
+        """As `Bulk`: torch's operations, used without a coder, need memory for temporaries."""
         return 16 if self.sketch is None or self.sketch.find_coder() is None else 1
 
     @property
@@ -70,15 +70,15 @@ class CodedBulk(Bulk):
 
     @property
     def keys(self) -> Tensor:
-        """Of tokens in no closed segment, `[batch, kv_heads, room, dim]`: row `r`'s begin with token `stored[r]`."""
+        """Keys of tokens after the closed segments, in row `r` from `stored[r]` on: `[batch, kv_heads, room, dim]`."""
         return self.beside[0]
 
     @property
     def values(self) -> Tensor:
-        """Likewise, of `value_dim`."""
+        """As `keys`, `[batch, kv_heads, room, value_dim]`."""
         return self.beside[1]
 
-    @property  # what `Bulk` has for good follows from the tensors here
+    @property
     def records(self) -> Records | None:  # type: ignore[override]
         """As `Bulk`."""
         if self.sketch is None or not self.sketch.in_use:
@@ -86,14 +86,14 @@ class CodedBulk(Bulk):
         return Records(self.tensors[0], self.beside[2], self.sketch.query_weights, self.layout)
 
     def put_beside(self, keys: Tensor, values: Tensor, lengths: list[int]) -> None:
-        """Hold the tokens that follow the records; row `r` then has `lengths[r]` in all. Their own are to follow."""
+        """Hold the tokens after the closed segments, without records. Row `r` then has `lengths[r]` tokens in all."""
         self.lengths = list(lengths)
         self._fit_beside()
         for room, held in zip(self.beside[:2], (keys, values), strict=True):
             room[:, :, : held.shape[2]] = held
 
     def append(self, rows: slice, keys: Tensor, values: Tensor) -> None:
-        """As `Bulk`; segments that close are coded, and what follows them."""
+        """As `Bulk`. When a segment closes, it is coded, and so are the tokens after it."""
         assert self.sketch is not None
         stored, before = self.stored[rows.start], self.lengths[rows.start]
         length = before + keys.shape[2]
@@ -113,7 +113,7 @@ class CodedBulk(Bulk):
             held[rows, :, before - stored : length - stored] = new
 
     def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """Code the segments that follow the records of rows alike, which the sketch holds as `made`."""
+        """Append records of segments that close, for rows of equal lengths. `made` is their sketch."""
         first, count = self.stored[rows.start] // SEGMENT_TOKENS, made["units"].shape[2]
         records, kept = self._code(rows, keys, values, made)
         self._store(rows, records)
@@ -123,7 +123,7 @@ class CodedBulk(Bulk):
             self.recoded[row] = frozenset(again.union(i for i in self.recoded[row] if i < first))
 
     def code_open(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """As `Bulk`; it takes its tokens, `beside`, with their records if they are coded."""
+        """As `Bulk`. The tokens go into `beside`, with records if `made`, their sketch, is not empty."""
         parts = (keys, values, self._code(rows, keys, values, made)[0]) if made else (keys, values)
         self._fit_beside()
         for held, part in zip(self.beside, parts, strict=False):
@@ -132,35 +132,35 @@ class CodedBulk(Bulk):
     def _code(
         self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]
     ) -> tuple[Tensor, list[tuple[int, int, ReopenedSegment]]]:
-        """Records of tokens that follow those of closed segments, of rows alike. The sketch holds them as `made`, where
-        reopened segments take their places if their other tokens fit. These are returned too, behind their places."""
+        """Records of the tokens after the closed segments, as `_record`. Reopened segments whose new tokens fit put
+        their old codes into `made` and into the records: returned too, as `(row, index, segment)`."""
         assert self.sketch is not None
-        kept, told = list[tuple[int, int, ReopenedSegment]](), (self.sketch.energies, self.sketch.layout)
+        kept, coding = list[tuple[int, int, ReopenedSegment]](), (self.sketch.energies, self.sketch.layout)
         for row, segments in enumerate(self.reopened[rows]):
-            held = {name: part[row] for name, part in made.items()}
-            places = enumerate(segments[: made["units"].shape[2]])
-            kept += [(row, i, each) for i, each in places if each.put_sketch(i, keys[row], *told, held)]
+            own = {name: part[row] for name, part in made.items()}
+            indexed = enumerate(segments[: made["units"].shape[2]])
+            kept += [(row, i, each) for i, each in indexed if each.put_sketch(i, keys[row], *coding, own)]
         records = fit_records(self._record(rows, keys, values, made), self.stride)
         for row, index, segment in kept:
             segment.put_records(index, records[row])
         return records, kept
 
     def _record(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> Tensor:
-        """Records of tokens that follow those of closed segments, of rows alike; the sketch holds them as `made`."""
+        """Records of the tokens after the closed segments, for rows of equal lengths. `made` is their sketch."""
         assert self.sketch is not None
         if (coder := self.sketch.find_coder()) is not None:
             places = self.sketch.tensors, rows, self.stored[rows.start] // SEGMENT_TOKENS
             return coder.record(*places, keys, values, self.sketch.query_weights, self.layout)
         weights, sketch = self.sketch.query_weights, self.sketch.tensors.map(lambda held: held[rows])
         coded = self.sketch.count_coded(self.lengths[rows.start])
-        told = {"first": self.stored[rows.start], "segments": count_segments(coded)}
+        span = {"first": self.stored[rows.start], "segments": count_segments(coded)}
         compiles = self.sketch.kernels != "torch"
-        if compiles and (found := code_records(keys, values, sketch, weights, self.layout, **told)) is not None:
-            return found
+        if compiles and (records := code_records(keys, values, sketch, weights, self.layout, **span)) is not None:
+            return records
         return code_tokens(keys, values, estimate_keys(made, self.sketch.layout), weights, self.layout)
 
     def choose_stored(self, row: int, index: Tensor) -> Tensor:
-        """As `Bulk`; reading their number waits for the device."""
+        """As `Bulk`. Counting them waits for the device."""
         return index[: int((index < self.stored[row]).sum())]
 
     def count_beside_bytes(self, row: int, *, coded: bool) -> int:
@@ -170,44 +170,44 @@ class CodedBulk(Bulk):
     def decode(
         self, rows: slice, heads: slice, tokens: Tokens, stored: tuple[Tensor, ...], *, coded: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As `Bulk`, in the dtypes of the model."""
+        """As `Bulk`, in the model's dtypes. `stored` has records of tokens in closed segments; others are `beside`."""
         (records,), parts, row = stored, [], rows.indices(len(self.stored))[0]
-        count, first = records.shape[2], self.stored[row]
+        count, first_beside = records.shape[2], self.stored[row]
         coded = coded and self.lengths[row] >= MIN_TOKENS
-        wanted = self.beside if coded else self.beside[:2]  # there may be no records yet
+        fields = self.beside if coded else self.beside[:2]  # a shorter bulk has no records yet
         if isinstance(tokens, Tensor):
-            beside = [held[rows, heads][:, :, tokens[count:] - first] for held in wanted]
+            beside = [held[rows, heads][:, :, tokens[count:] - first_beside] for held in fields]
         else:
-            start, stop = (max(0, end - first) for end in tokens)
-            beside = [held[rows, heads, start:stop] for held in wanted]
-        if coded:
+            start, stop = (max(0, edge - first_beside) for edge in tokens)
+            beside = [held[rows, heads, start:stop] for held in fields]
+        if coded:  # all tokens are decoded from records
             records = torch.cat([records, beside[2]], dim=2) if count else beside[2]
             count, beside = records.shape[2], [held[:, :, :0] for held in beside]
         if count:
             assert self.sketch is not None
-            weights, found, sketch = self.sketch.query_weights[heads], None, self.sketch.tensors
-            if not isinstance(tokens, Tensor):
-                told = {"first": tokens[0], "segments": count_segments(self.sketch.count_coded(self.lengths[row]))}
+            weights, decoded, sketch = self.sketch.query_weights[heads], None, self.sketch.tensors
+            if not isinstance(tokens, Tensor):  # the kernels take spans of tokens alone
+                span = {"first": tokens[0], "segments": count_segments(self.sketch.count_coded(self.lengths[row]))}
                 if (coder := self.sketch.find_coder()) is not None:
                     of_all = sketch, rows, heads, self.sketch.query_weights, self.layout, self.beside[:2]
-                    found = coder.decode(records, *of_all, **told)
+                    decoded = coder.decode(records, *of_all, **span)
                 elif self.sketch.kernels != "torch":
                     own = sketch.map(lambda held: held[rows, heads])
-                    found = decode_records(records, own, weights, self.layout, **told)
-            if found is None:
+                    decoded = decode_records(records, own, weights, self.layout, **span)
+            if decoded is None:
                 index = tokens
                 if not isinstance(index, Tensor):
                     index = torch.arange(*index, dtype=torch.int64, device=self.device)
                 predicted = self._predict(rows, heads, index[:count])
-                found = decode_keys(records, predicted, weights, self.layout), decode_values(records, self.layout)
-            parts.append([part.to(like.dtype) for part, like in zip(found, self.beside[:2], strict=True)])
+                decoded = decode_keys(records, predicted, weights, self.layout), decode_values(records, self.layout)
+            parts.append([part.to(like.dtype) for part, like in zip(decoded, self.beside[:2], strict=True)])
         if beside[0].shape[2] or not count:
             parts.append(beside[:2])
         keys, values = (torch.cat(each, dim=2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
         return keys, values
 
     def truncate(self, lengths: list[int], held: list[int] | None = None) -> None:
-        """As `Bulk`. What opens again is decoded by the sketch, which is to follow."""
+        """As `Bulk`. Reopened segments are decoded by the sketch, so this goes before the sketch's own truncation."""
         closed = [min(count_closed(length), stored) for length, stored in zip(lengths, self.stored, strict=True)]
         opened = {
             row: self.read(slice(row, row + 1), slice(None), first, length)
@@ -227,11 +227,11 @@ class CodedBulk(Bulk):
                 room[row, :, : again.shape[2]] = again[0]
 
     def _reopen(self, row: int, first: int, stop: int) -> Iterator[ReopenedSegment]:
-        """Of the row's closed segments, what tokens `first..stop` were coded as."""
+        """The codes and records of the row's tokens `first..stop` that lie in closed segments, by segment."""
         for start in range(first, min(self.stored[row], stop), SEGMENT_TOKENS):
             self.synchronize()
             assert self.sketch is not None
-            held = self.sketch.find_segment(row, start // SEGMENT_TOKENS) or {}
+            held = self.sketch.find_segment(row, start // SEGMENT_TOKENS) or {}  # segments' fields: [kv_heads, 1, ...]
             sketch = {name: part if name in TOKENS else part[:, 0] for name, part in held.items()}
             records = self.tensors[0][row, :, start : start + SEGMENT_TOKENS, : self.layout.size]
             again = start // SEGMENT_TOKENS in self.recoded[row]
@@ -248,7 +248,7 @@ class CodedBulk(Bulk):
         self.recoded = [self.recoded[row] for row in index]
 
     def take(self, other: Bulk) -> None:
-        """As `Bulk`; the sketch is to follow."""
+        """As `Bulk`. The sketch is taken after this."""
         assert isinstance(other, CodedBulk)
         other._wait_for_readers()
         other.tensors = (fit_records(other.tensors[0], self.stride),)
@@ -265,19 +265,19 @@ class CodedBulk(Bulk):
         self.lengths = ours
 
     def _predict(self, rows: slice, heads: slice, index: Tensor) -> Tensor:
-        """What the sketch says of keys: float32 `[rows, heads, tokens, dim]`."""
+        """The sketch's estimates of keys: float32 `[rows, heads, tokens, dim]`."""
         assert self.sketch is not None
         kept, length = self.sketch.tensors.to_tensors(), self.lengths[rows.indices(len(self.lengths))[0]]
-        made = {name: kept[name][rows, heads] for name in CODES}
-        made |= {name: made[name][..., index] for name in TOKENS}
-        of = index.div(SEGMENT_TOKENS, rounding_mode="floor")
-        of = of.clamp_max(count_segments(self.sketch.count_coded(length)) - 1)
-        return estimate_keys(made, self.sketch.layout, of=of)
+        codes = {name: kept[name][rows, heads] for name in CODES}
+        codes |= {name: codes[name][..., index] for name in TOKENS}
+        segments = index.div(SEGMENT_TOKENS, rounding_mode="floor")
+        segments = segments.clamp_max(count_segments(self.sketch.count_coded(length)) - 1)
+        return estimate_keys(codes, self.sketch.layout, of=segments)
 
     @torch.inference_mode(False)  # as in `_allocate`
     def _fit_beside(self) -> None:
-        """Before something is written there: have room for the tokens beside the records, unlent, and not much more. On
-        a device that replays graphs room is for as many as can ever be there, or doubles, and stays."""
+        """Before a write to `beside`: give it room for its tokens, and little more, in tensors that no other bulk has.
+        A device that replays graphs, which hold addresses, keeps room for all tokens that can lie there, or doubles."""
         tokens = max(map(sub, self.lengths, self.stored), default=0)
         sketched = max(self.lengths, default=0) >= MIN_TOKENS
         room = -(-tokens // STEP) * STEP
@@ -295,6 +295,6 @@ class CodedBulk(Bulk):
         self._hold(*fitted)
 
     def _hold(self, *beside: Tensor) -> None:
-        """Have these `beside` the records, which nobody else has."""
+        """Make these tensors `beside`, shared with no other bulk."""
         self._holders.discard(self)
         self.beside, self._holders = beside, WeakSet([self])

@@ -112,7 +112,7 @@ def restore_segments(
 def _restore(record: Mapping[str, Any], sketch: BulkSketch, layout: RecordLayout) -> ReopenedSegment:
     kv_heads, tokens = sketch.mean_key.shape[1], math.prod(record["scales"].shape[1:])
     fields = list_fields(layout.dim, layout.value_dim, sketch.layout.count, tokens).items()
-    wanted = {name: told for name, told in fields if name in TOKENS}
+    wanted = {name: field for name, field in fields if name in TOKENS}
     wanted |= {name: (dtype, shape[1:]) for name, (dtype, shape) in fields if name in SEGMENTS}
     for name, (dtype, shape) in {**wanted, "records": (torch.uint8, (tokens, layout.size))}.items():
         if ((found := record[name]).dtype, found.shape) != (dtype, (kv_heads, *shape)):

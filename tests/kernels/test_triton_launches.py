@@ -105,7 +105,7 @@ def test_a_layers_whole_step(sketch: str, launches: int, launched: list[Any], mo
 
 def test_memory_of_a_thread_is_one() -> None:
     """For all layers, as much as the one with the most needs; gone with them. Another thread has its own."""
-    scratch._buffers.of.clear()
+    scratch._buffers.by_stream.clear()
     small, large = Scratch(numbers=(torch.float32, 10), counts=(torch.int64, 3)), Scratch(numbers=(torch.float32, 1000))
     first = small.find(CPU)
     assert {name: (part.dtype, part.numel()) for name, part in first.items()} == {
@@ -128,4 +128,4 @@ def test_memory_of_a_thread_is_one() -> None:
     assert large.find(CPU)["numbers"].data_ptr() == grown
     del small, large, first
     gc.collect()
-    assert not len(scratch._buffers.of)
+    assert not len(scratch._buffers.by_stream)

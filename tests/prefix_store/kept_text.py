@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache, files
 from qada_cache.prefix_store import folder as folders
-from qada_cache.prefix_store.naming import SEGMENT_TOKENS, Name
+from qada_cache.prefix_store.naming import FILE_TOKENS, Name
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
-TEXT = prompt(2 * SEGMENT_TOKENS + 70)[0]
+TEXT = prompt(2 * FILE_TOKENS + 70)[0]
 LENGTH = TEXT.shape[1]
 
 

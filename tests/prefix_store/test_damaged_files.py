@@ -17,7 +17,7 @@ from torch import Tensor
 from qada_cache import PrefixStore
 from qada_cache.files import tensor_file
 from qada_cache.prefix_store.folder import KIND
-from qada_cache.prefix_store.naming import SEGMENT_TOKENS
+from qada_cache.prefix_store.naming import FILE_TOKENS
 
 CUTS = [0, 1, 7, 8, 100, 1000, 3000, 4096, -4096, -64, -1]
 
@@ -27,7 +27,7 @@ CUTS = [0, 1, 7, 8, 100, 1000, 3000, 4096, -4096, -64, -1]
 def test_truncated_files(path: Path, place: int, cut: int) -> None:
     file = segments(path)[place]
     os.truncate(file, cut if cut >= 0 else file.stat().st_size + cut)
-    check_served(path, place * SEGMENT_TOKENS)
+    check_served(path, place * FILE_TOKENS)
 
 
 FLIPS = [0, 3, 7, 8, 9, 30, 200, 900, 1500, 3000, 5000, 9000, -9000, -5000, -3000, -700, -9, -1]
@@ -42,7 +42,7 @@ def test_flipped_bits(path: Path, place: int, at: int, bit: int) -> None:
     content = bytearray(file.read_bytes())
     content[at] ^= 1 << bit
     file.write_bytes(content)
-    check_served(path, place * SEGMENT_TOKENS)
+    check_served(path, place * FILE_TOKENS)
 
 
 def forge(file: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> None:
@@ -57,8 +57,8 @@ FORGERIES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], object]] = {
     "fewer tokens": lambda tensors, state: state["tokens"].pop(),
     "more tokens": lambda tensors, state: state["tokens"].append(1),
     "no tokens": lambda tensors, state: state.update(tokens=[]),
-    "tokens that are none": lambda tensors, state: state.update(tokens=["a"] * SEGMENT_TOKENS),
-    "tokens of any size": lambda tensors, state: state.update(tokens=[2**70] * SEGMENT_TOKENS),
+    "tokens that are none": lambda tensors, state: state.update(tokens=["a"] * FILE_TOKENS),
+    "tokens of any size": lambda tensors, state: state.update(tokens=[2**70] * FILE_TOKENS),
     "tokens by name": lambda tensors, state: state.update(tokens={"0": 1}),
     "another reading": lambda tensors, state: state.update(reading="0" * 32),
     "no reading": lambda tensors, state: state.update(reading=None),
@@ -89,7 +89,7 @@ FORGERIES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], object]] = {
 @pytest.mark.parametrize("place", [0, 2])
 def test_forged_numbers(path: Path, place: int, forgery: str) -> None:
     forge(segments(path)[place], FORGERIES[forgery])
-    check_served(path, place * SEGMENT_TOKENS)
+    check_served(path, place * FILE_TOKENS)
 
 
 def header(content: bytes) -> tuple[dict[str, Any], bytes]:
@@ -104,7 +104,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "offsets by name": lambda found: found["keys 0"].update(data_offsets="ab"),
     "one offset": lambda found: found["keys 0"].update(data_offsets=[0]),
     "a shape of any size": lambda found: found["keys 0"].update(shape=[2**62, 2**62]),
-    "a negative shape": lambda found: found["keys 0"].update(shape=[-2, SEGMENT_TOKENS, -8]),
+    "a negative shape": lambda found: found["keys 0"].update(shape=[-2, FILE_TOKENS, -8]),
     "a shape by name": lambda found: found["keys 0"].update(shape={"a": 1}),
     "another dtype": lambda found: found["keys 0"].update(dtype="C64"),
     "no dtype": lambda found: found["keys 0"].pop("dtype"),
@@ -127,7 +127,7 @@ def test_forged_headers(path: Path, place: int, forgery: str) -> None:
     HEADERS[forgery](found)
     text = json.dumps(found).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + rest)
-    check_served(path, place * SEGMENT_TOKENS)
+    check_served(path, place * FILE_TOKENS)
 
 
 def test_a_file_under_another_name(path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_file_under_another_name(path: Path) -> None:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_missing_files(path: Path, place: int) -> None:
     segments(path)[place].unlink()
-    check_served(path, place * SEGMENT_TOKENS)
+    check_served(path, place * FILE_TOKENS)
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a link", "a pipe", "open to all", "unreadable"])
@@ -160,5 +160,5 @@ def test_files_that_are_none(path: Path, kind: str, caplog: pytest.LogCaptureFix
         else:
             file.mkdir()
     cache = PrefixStore(path).cache(model(), TEXT, **OPTIONS)
-    assert cache.get_seq_length() == SEGMENT_TOKENS
+    assert cache.get_seq_length() == FILE_TOKENS
     assert "read again from segment 1 on" in caplog.text

@@ -18,7 +18,7 @@ from models import limited_file_size, prompt
 
 from qada_cache import PrefixStore, QAdACache, files
 from qada_cache.files import tensor_file
-from qada_cache.prefix_store.naming import SEGMENT_TOKENS
+from qada_cache.prefix_store.naming import FILE_TOKENS
 from qada_cache.versions import pass_cache
 
 
@@ -49,7 +49,7 @@ def test_a_disk_that_is_full_later(
     with monkeypatch.context() as patched:
         patched.setattr(files, "write", write)
         PrefixStore(tmp_path / "prompts").keep(whole(), TEXT)
-    check_served(tmp_path / "prompts", writes * SEGMENT_TOKENS)
+    check_served(tmp_path / "prompts", writes * FILE_TOKENS)
 
 
 PIECES = (1, 2, 3, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15, 17, 18)  # a file has six
@@ -77,7 +77,7 @@ def test_killed_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert any(file.name.endswith(files.UNFINISHED) for file in path.iterdir())
         PrefixStore(path).stats()  # the next start
         check_nothing_is_left(path)
-        check_served(path, files_before * SEGMENT_TOKENS)
+        check_served(path, files_before * FILE_TOKENS)
 
 
 def test_writers_and_readers_at_once(tmp_path: Path) -> None:

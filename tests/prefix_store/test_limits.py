@@ -15,20 +15,20 @@ from transformers import PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.__main__ import main
-from qada_cache.prefix_store.naming import SEGMENT_TOKENS
+from qada_cache.prefix_store.naming import FILE_TOKENS
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
 
 
-def keep(store: PrefixStore, model: PreTrainedModel, seed: int, tokens: int = 2 * SEGMENT_TOKENS, **key: str) -> int:
+def keep(store: PrefixStore, model: PreTrainedModel, seed: int, tokens: int = 2 * FILE_TOKENS, **key: str) -> int:
     text, cache = prompt(tokens, seed=seed)[0], QAdACache(model, **OPTIONS)
     with torch.no_grad():
         model(text, **pass_cache(cache))
     return store.keep(cache, text, **key)
 
 
-def found(store: PrefixStore, model: PreTrainedModel, seed: int, tokens: int = 2 * SEGMENT_TOKENS) -> int:
+def found(store: PrefixStore, model: PreTrainedModel, seed: int, tokens: int = 2 * FILE_TOKENS) -> int:
     return store.cache(model, prompt(tokens, seed=seed)[0], **OPTIONS).get_seq_length()
 
 
@@ -45,7 +45,7 @@ def test_what_was_not_used_for_longest_goes(store: PrefixStore, model: PreTraine
     assert found(small, model, 1) == 511  # which is used by that
     keep(small, model, 3)
     assert small.stats().segments == 5
-    assert found(small, model, 2) == SEGMENT_TOKENS  # the end goes first
+    assert found(small, model, 2) == FILE_TOKENS  # the end goes first
     assert found(small, model, 3) == found(small, model, 1) == 511
     keep(small, model, 4)
     keep(small, model, 5)
@@ -72,10 +72,10 @@ def test_a_prompt_that_is_too_large(
 ) -> None:
     keep(store, model, 1)
     small = limited(store, 2.5)
-    assert keep(small, model, 2, tokens=3 * SEGMENT_TOKENS + 8) == 2 * SEGMENT_TOKENS
+    assert keep(small, model, 2, tokens=3 * FILE_TOKENS + 8) == 2 * FILE_TOKENS
     assert "of a prompt of 776 tokens 512 are kept" in caplog.text
     assert small.stats().bytes <= small.max_bytes
-    assert found(small, model, 2, tokens=3 * SEGMENT_TOKENS) == 2 * SEGMENT_TOKENS
+    assert found(small, model, 2, tokens=3 * FILE_TOKENS) == 2 * FILE_TOKENS
     assert keep(PrefixStore(store.folder, max_bytes=0), model, 3) == 0
     assert store.stats().segments == 0
 
@@ -101,7 +101,7 @@ def test_commands(store: PrefixStore, model: PreTrainedModel, capsys: pytest.Cap
         assert capsys.readouterr().out == "no stored prompts\n"
     keep(store, model, 1)
     keep(store, model, 1, key="tenant")
-    keep(store, model, 2, tokens=SEGMENT_TOKENS + 9)
+    keep(store, model, 2, tokens=FILE_TOKENS + 9)
     assert main(["store", "list", *where]) == 0
     title, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
     assert title == ["id", "model", "dtype", "key", "tokens", "MiB", "used"]

@@ -15,13 +15,13 @@ from transformers import DynamicCache, PreTrainedModel
 from qada_cache import PrefixStore, QAdACache, StaticHeads
 from qada_cache.files import tensor_file
 from qada_cache.prefix_store.folder import KIND
-from qada_cache.prefix_store.naming import SEGMENT_TOKENS
+from qada_cache.prefix_store.naming import FILE_TOKENS
 from qada_cache.storage.bulk_sketch import BulkSketch
 from qada_cache.versions import pass_cache
 
 EXACT: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
 DECIDING: dict[str, Any] = {**EXACT, "threshold": 0.12}
-DOCUMENT = 2 * SEGMENT_TOKENS + 70
+DOCUMENT = 2 * FILE_TOKENS + 70
 
 
 def another(store: PrefixStore) -> PrefixStore:
@@ -130,11 +130,11 @@ def test_forged_sketches(store: PrefixStore, caplog: pytest.LogCaptureFixture) -
         tensors, state = tensor_file.read(file, KIND)
         tensors[name] = forged(tensors[name])
         tensor_file.write(file, KIND, tensors, state)
-        assert store.cache(model, text, **SELECTING).get_seq_length() == 2 * SEGMENT_TOKENS
+        assert store.cache(model, text, **SELECTING).get_seq_length() == 2 * FILE_TOKENS
         assert caplog.text.count("another shape or dtype") == place + 1
 
 
-@pytest.mark.parametrize("tokens", [1, 40, SEGMENT_TOKENS, SEGMENT_TOKENS + 1, DOCUMENT])
+@pytest.mark.parametrize("tokens", [1, 40, FILE_TOKENS, FILE_TOKENS + 1, DOCUMENT])
 def test_the_last_token_is_left(store: PrefixStore, model: PreTrainedModel, tokens: int) -> None:
     document, _ = prompt(DOCUMENT)
     cache = QAdACache(model, **EXACT)
@@ -146,12 +146,12 @@ def test_the_last_token_is_left(store: PrefixStore, model: PreTrainedModel, toke
 
 def test_the_longest_beginning_counts(store: PrefixStore, model: PreTrainedModel) -> None:
     long, _ = prompt(DOCUMENT)
-    for length in (100, SEGMENT_TOKENS + 90, 40):
+    for length in (100, FILE_TOKENS + 90, 40):
         ids = asked(long[:, :length], 20, seed=length)
         cache = QAdACache(model, **EXACT)
         read(model, ids, cache)
         store.keep(cache, ids)
-    assert store.cache(model, long, **EXACT).get_seq_length() == SEGMENT_TOKENS + 90
+    assert store.cache(model, long, **EXACT).get_seq_length() == FILE_TOKENS + 90
     assert store.cache(model, prompt(50, seed=77)[0], **EXACT).get_seq_length() == 0
     hardly_alike = asked(long[:, :31], 50, seed=9)  # a file takes longer
     assert store.cache(model, hardly_alike, **EXACT).get_seq_length() == 0
@@ -177,7 +177,7 @@ def test_a_turn_writes_what_is_new(store: PrefixStore, model: PreTrainedModel) -
     cache.crop(-50)
     store.keep(cache, text)  # is there, as a part of the longer one
     assert store.stats() == later
-    other = asked(text[:, : 2 * SEGMENT_TOKENS], 50, seed=4)
+    other = asked(text[:, : 2 * FILE_TOKENS], 50, seed=4)
     cache = QAdACache(model, **EXACT)
     read(model, other, cache)
     store.keep(cache, other)

@@ -22,13 +22,13 @@ from qada_cache.attention import pieces
 from qada_cache.files import tensor_file
 from qada_cache.models.latent import find_indexer_dim
 from qada_cache.prefix_store.folder import CODED, KIND
-from qada_cache.prefix_store.naming import SEGMENT_TOKENS
+from qada_cache.prefix_store.naming import FILE_TOKENS
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, Any] = {"threshold": 1.0, **SMALL}
 # By fewer heads of an indexer many tokens score 0, and which of them it picks depends on how they are read.
 HEADS = 64
-DOCUMENT = SEGMENT_TOKENS + 70
+DOCUMENT = FILE_TOKENS + 70
 
 
 @pytest.fixture(params=INDEXED)
@@ -194,7 +194,7 @@ def test_forged_keys_of_indexers(store: PrefixStore, bits: int, caplog: pytest.L
         tensor_file.write(file, KIND, tensors, state)
         caplog.clear()
         got = another(store).cache(model, text, **OPTIONS, bulk_bits=bits)
-        assert got.get_seq_length() == (SEGMENT_TOKENS if bits == 16 else 516)
+        assert got.get_seq_length() == (FILE_TOKENS if bits == 16 else 516)
         assert "read again from segment 1 on" in caplog.text
         assert store.keep(cache, text) == 1250
 

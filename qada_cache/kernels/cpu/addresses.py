@@ -1,5 +1,5 @@
-"""Addresses of tensors, for C++: nothing else in this folder takes one, but for a decode step, whose operands are
-checked once and known again (`operands.check`)."""
+"""Addresses of tensors, for C++. This folder takes them here alone, where the tensors are checked. Only the decode step
+takes its own: `operands.check` checks a step's operands once, and recognizes them in the next step."""
 
 import ctypes
 from collections.abc import Collection, Sequence
@@ -31,13 +31,14 @@ def find_address(
 
 
 def find_view(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int], packed: int) -> View:
-    """Likewise, of `[rows, ...]` or `[rows, kv_heads, ...]`; one row stands for all."""
+    """The view of a tensor `[rows, ...]` or `[rows, kv_heads, ...]`, checked as by `find_address`. A tensor of one row
+    stands for all rows."""
     check_tensor(name, tensor, dtype, shape, CPU, packed)
     return view(tensor)
 
 
 def view(tensor: Tensor | None) -> View:
-    """A view of a tensor that is known to be right."""
+    """The view of a tensor that has been checked already."""
     if tensor is None:
         return View()
     row = 0 if tensor.shape[0] == 1 else tensor.stride(0)

@@ -71,7 +71,7 @@ extern "C" int partial_attention(const Element* query, const Element* key, const
     return 1;
 }
 
-// What compiled_decode.py says of the size of the arguments is compared with this before they are read.
+// compiled_decode.py compares this with the size of its own structure before the first call.
 extern "C" int64_t decode_size() { return sizeof(Decode); }
 
 // Returns 1 if memory ran out: `out` and `flags` are then of no use, and nothing is counted.

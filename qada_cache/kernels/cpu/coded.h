@@ -1,7 +1,7 @@
 // Tokens in records of few bits: `sketch/coded.py`, whose `RecordLayout` says what bytes hold.
 //
-// Keys are not decoded: a score is what the sketch's codes say, and a product with what they leave. Values are summed
-// as they are rotated, and the sum is turned back once.
+// Keys are not decoded: a score is the sketch's estimate plus the product of the query with the remainder that the
+// record holds. Values are summed as they are stored, rotated, and the sum is rotated back once.
 
 #pragma once
 
@@ -12,9 +12,9 @@ namespace {
 constexpr int SCALE_BYTES = 2;  // a bfloat16, the key's before the value's
 constexpr int KEYS_FROM = 2 * SCALE_BYTES, VALUES_FROM = KEYS_FROM + DIM * KEY_BITS / 8;  // bytes of a record
 constexpr int KEY_BLOCK = DIM & -DIM, VALUE_BLOCK = VALUE_DIM & -VALUE_DIM;  // channels that are rotated together
-constexpr int AHEAD = 32;  // tokens after which a record that is prefetched is wanted
-constexpr int BYTES = sizeof(Bytes);  // codes that meet a query's bytes at once
-constexpr int KEY_ROOM = (DIM + BYTES - 1) / BYTES * BYTES;
+constexpr int AHEAD = 32;  // tokens: a record is prefetched this long before it is read
+constexpr int BYTES = sizeof(Bytes);  // codes that one instruction multiplies by a query's bytes
+constexpr int KEY_ROOM = (DIM + BYTES - 1) / BYTES * BYTES;  // codes of a key, in whole vectors
 
 template <typename Number, int SIZE>
 struct VectorOf {
@@ -23,7 +23,7 @@ struct VectorOf {
 template <typename Number, int SIZE>
 using Vector = typename VectorOf<Number, SIZE>::type;  // of `SIZE` bytes
 
-// Bytes as wider numbers; compilers would convert one after the other.
+// Bytes as wider numbers, by intrinsics, as compilers would convert them one by one.
 template <typename Wide, int N>
 INLINED Vector<Wide, N> widen_bytes(const uint8_t* bytes) {
 #if defined(__AVX512BW__)
@@ -43,8 +43,8 @@ INLINED Vector<Wide, N> widen_bytes(const uint8_t* bytes) {
     return __builtin_convertvector(loaded<Vector<uint8_t, N / (int)sizeof(Wide)>>(bytes), Vector<Wide, N>);
 }
 
-// Codes of 4, 2 or 1 bits, `N` of them, a byte each, shifted left by `BY`. Every wide number begins as one byte of the
-// plane, and each of its bytes ends with the code that is its own.
+// Unpacks `N` codes of `BITS` bits (4, 2 or 1) from a plane, a byte each, shifted left by `BY`. A wide number has as
+// many bytes as a byte of the plane has codes: it begins as this byte, and shifts bring each code into its own byte.
 template <int BITS, int BY, int N>
 INLINED Vector<uint8_t, N> spread(const uint8_t* plane) {
 #if defined(__AVX512BW__)
@@ -64,7 +64,8 @@ INLINED Vector<uint8_t, N> spread(const uint8_t* plane) {
     return (Vector<uint8_t, N>)(wide & (Wide)(0x0101010101010101 * (((1 << BITS) - 1) << BY)));
 }
 
-// The codes of `size` values of `BITS` each, from the `FIRST` on: in vectors that become shorter at the end.
+// Unpacks the codes of `SIZE` channels, `BITS` bits each, from channel `FIRST` on: in vectors of `N` bytes, and shorter
+// ones at the end. `planes` are planes of 4, 2 and 1 bits, those that add up to `BITS`, one after the other.
 template <int BITS, int SIZE, int FIRST = 0, int N = sizeof(Singles)>
 INLINED void expand(const uint8_t* planes, uint8_t* codes) {
     static_assert(BITS < 8);
@@ -81,17 +82,17 @@ INLINED void expand(const uint8_t* planes, uint8_t* codes) {
     }
 }
 
-// Where the records of a head's tokens lie: those of closed segments, and of the tokens that follow.
+// Where a head's records lie: `records` of tokens in closed segments, `open` of the tokens after these.
 struct RecordPlaces {
     const uint8_t *records, *open;
-    const int64_t closed;  // tokens
+    const int64_t closed;  // number of tokens in closed segments
     const uint8_t* of(int64_t token) const {
         return token < closed ? records + token * RECORD_SIZE : open + (token - closed) * RECORD_SIZE;
     }
 };
 
-// A head's queries as records meet them, `scaling * R (q / m)`: rounded to a byte, and what that leaves `FINER` times
-// as fine; and what makes odd integers of codes.
+// A head's queries for products with records, `scaling * R (q / m)`: rounded to a byte (`high`), and the remainder
+// rounded `FINER` times as finely (`low`). A product with codes, times `step`, less `offset`, is one with odd integers.
 struct Turned {
     alignas(CACHE_LINE) int8_t high[QUERIES][KEY_ROOM], low[QUERIES][KEY_ROOM];
     float step[QUERIES], offset[QUERIES];
@@ -125,12 +126,12 @@ struct Turned {
     }
 };
 
-// Records of a span of tokens at most, of which `from_codes` says what their sketch does of scores.
+// Records of up to a span of tokens, as `Tokens` of `Attention::add`. `from_codes` are scores by the sketch alone.
 struct Records {
     const Turned& queries;
-    const uint8_t *place[SPAN], *ahead[SPAN];  // these, and others that are wanted a little later
+    const uint8_t *place[SPAN], *ahead[SPAN];  // each token's record, and a later token's to prefetch with it
     float from_codes[QUERIES][SPAN];
-    uint8_t values[BLOCK][VALUE_DIM];  // codes of those whose weights were scaled last
+    uint8_t values[BLOCK][VALUE_DIM];  // codes of the values of the block that `scale` was last called for
 
     float scale_of(int64_t t, int of) const { return widen(loaded<uint16_t>(place[t] + of * SCALE_BYTES)); }
 
@@ -179,7 +180,7 @@ struct Records {
         for (int c = 0; c < VALUE_PARTS; c++)
             out[c] = 2 * widen_codes(values[t % BLOCK] + c * WIDTH) - (float)((1 << VALUE_BITS) - 1);
     }
-    void prefetch_value_after(int64_t) const {}  // as `RecordAttention` does
+    void prefetch_value_after(int64_t) const {}  // `score` has prefetched whole records
 
     // `WIDTH` codes as floats.
     static INLINED Floats widen_codes(const uint8_t* codes) {
@@ -191,11 +192,11 @@ struct Records {
     }
 };
 
-// Attention over records of one head, of its flagged queries: the first of `QUERIES`, in their order.
+// Attention of a head's flagged queries over its records. Flagged query number `q` is query `asking[q]` of the head.
 struct RecordAttention : Attention {
     const Estimates found;
     const RecordPlaces records;
-    const int* asking;  // which of the head's each is
+    const int* asking;
     Records all;
 
     RecordAttention(const Estimates& found, const RecordPlaces& records, const Turned& queries, const int* asking)
@@ -205,7 +206,7 @@ struct RecordAttention : Attention {
         return found.segments[std::min(token / found.segment_tokens, found.segment_count - 1)];
     }
 
-    // Tokens from `start` to `stop`: spans of a segment, of which the last one may be shorter.
+    // Adds tokens `start..stop`, span by span; each span lies in one segment, and the last one may be shorter.
     void add_spans(int64_t start, int64_t stop) {
         for (int64_t first = start; first < stop; first += SPAN) {
             if (stop - first < SPAN) {
@@ -225,7 +226,7 @@ struct RecordAttention : Attention {
         }
     }
 
-    // `count` tokens of a list, ascending.
+    // Adds `count` listed tokens, ascending.
     void add_listed(const int32_t* tokens, int64_t count) {
         for (int64_t i = 0; i < std::min<int64_t>(AHEAD, count); i++)
             __builtin_prefetch(records.of(tokens[i]), 0, TO_L2);
@@ -240,7 +241,7 @@ struct RecordAttention : Attention {
         }
     }
 
-    // What codes say of the scores of tokens from `start` on, as far as they are of one segment; where that ends.
+    // Writes `from_codes` of the listed tokens from number `start` on that lie in one segment; returns where they end.
     int score_codes(const int32_t* tokens, int start, int stop) {
         uint32_t codes[DIM / 8 * SPAN];  // no more words than blocks of channels
         uint8_t scales[SPAN];
@@ -258,7 +259,7 @@ struct RecordAttention : Attention {
         return start + count;
     }
 
-    // As `Attention::finish`; nothing of queries that do not ask.
+    // As `Attention::finish`, for flagged queries alone.
     void finish(float* out, float* lse) const {
         Slots turned[VALUE_DIM] = {};
         for (int d = 0; d < VALUE_DIM; d++)

@@ -162,8 +162,8 @@ class BoundStep:
         self._log_bulk = decode.log_bulk  # a view of its fields
         self._moments = [
             self._place(getattr(held, name), part, 1 if name == "log_tokens" else layer.kv_heads)
-            for held, told in zip(decode.moments, query.moments, strict=False)
-            for name, part in zip(MOMENTS, told, strict=True)
+            for held, moments in zip(decode.moments, query.moments, strict=False)
+            for name, part in zip(MOMENTS, moments, strict=True)
         ]
         sizes = states.shape[3], value_dim, group
         kernels = _build(states.dtype, *sizes, records, shared)

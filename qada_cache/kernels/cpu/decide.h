@@ -92,9 +92,9 @@ struct Decode {
             return;
         }
         std::fill_n(found, QUERIES, NAN);
-        for (const Moments& told : moments)
-            if (told.mean.data)
-                told.estimate(query + (row * kv_heads + head) * QUERIES * DIM, row, head, scaling, found);
+        for (const Moments& each : moments)
+            if (each.mean.data)
+                each.estimate(query + (row * kv_heads + head) * QUERIES * DIM, row, head, scaling, found);
     }
 
     // Adds a head's learned sinks to its local attention.
@@ -152,7 +152,7 @@ bool needs_long_context(float local, float bulk, float logit_threshold) {
     return local - (std::isnan(bulk) ? INFINITY : bulk) < logit_threshold;
 }
 
-// Local attention of one KV head, and which of its queries need the long context: whether any does.
+// Computes local attention of one KV head and flags its queries that need the long context; returns whether any does.
 inline bool decide(const Decode& call, int64_t row, int64_t head, float* out, float* lse) {
     int64_t index = row * call.kv_heads + head;
     uint8_t* flags = call.flags + index * QUERIES;
@@ -173,18 +173,18 @@ inline bool decide(const Decode& call, int64_t row, int64_t head, float* out, fl
     return any;
 }
 
-// What a KV head with a sketch asks by, of each of the `count` queries that ask.
+// The flagged queries of a KV head with a sketch, prepared for selecting tokens.
 struct Selecting {
-    int count, asking[QUERIES];  // which of the head's
+    int count, asking[QUERIES];  // flagged query number `i` is query `asking[i]` of the head
     int64_t segment_count;
     std::unique_ptr<Rounded[]> segments;
-    float log_buffer[QUERIES], score_cut[QUERIES];  // near buffer's mass, cut by a sample
-    float along[SIZE];                        // the sketch's slopes times the query, scaled
-    float pending[SIZE], pending_lse[QUERIES];
-    Turned turned;  // the queries as records meet them; of no use without
+    float log_buffer[QUERIES], score_cut[QUERIES];  // log A_buffer; least score of a selected token, by a sample
+    float along[SIZE];                              // [count, VALUE_DIM], scaling * Cov(v, k) q
+    float pending[SIZE], pending_lse[QUERIES];      // attention over pending tokens
+    Turned turned;                                  // the queries for records, if there are any
 
-    // Of a flagged head, by `lse` of its local attention; false if it is to be read whole, as its estimates are
-    // `unreliable` for a query.
+    // Prepares a flagged head; `lse` [QUERIES] is of its local attention. False if its whole bulk is to be read, as
+    // estimates of a query are unreliable.
     bool ask(const Decode& call, int64_t row, int64_t head, const float* lse) {
         Slots queries[DIM] = {};
         const bool selects = take_queries(call, row, head, queries) && call.selects;
@@ -215,7 +215,7 @@ struct Selecting {
                 call.scales.at(row, head)};
     }
 
-    // Takes the flagged queries; whether their estimates are reliable.
+    // Copies the flagged queries; returns whether estimates of all of them are reliable.
     bool take_queries(const Decode& call, int64_t row, int64_t head, Slots* queries) {
         int64_t first = (row * call.kv_heads + head) * QUERIES;
         bool reliable = true;
@@ -230,7 +230,7 @@ struct Selecting {
                 variance += query[d] * query[d] * call.variances.at(row, head)[d];
             }
             float half_variance = 0.5f * call.scaling * call.scaling * noise;
-            bool hopeful = half_variance <= (float)HOPELESS * call.unreliable;  // as is nothing that is no number
+            bool hopeful = half_variance <= (float)HOPELESS * call.unreliable;  // false for NaN
             bool small = half_variance <= call.unreliable;
             if (!small && !(noise <= call.noise_share * variance && hopeful)) reliable = false;
             for (int d = 0; d < DIM; d++) queries[d][count] = query[d];
@@ -239,7 +239,7 @@ struct Selecting {
         return reliable;
     }
 
-    // How values follow each query's scores.
+    // Computes `along`: how the expected value follows a query's scores.
     void find_slopes(const Decode& call, int64_t row, int64_t head, const Slots* queries) {
         alignas(CACHE_LINE) float lifting[QUERIES][DIM];
         for (int d = 0; d < DIM; d++)
@@ -264,11 +264,11 @@ struct Selecting {
         }
     }
 
-    // Rounds the queries for each segment, and turns them for records.
+    // Rounds the queries for each segment, and rotates them for records.
     void round_queries(const Decode& call, int64_t row, int64_t head, const Slots* queries) {
         segment_count = call.count_segments(call.bulk_length(row));
         segments.reset(new Rounded[segment_count]);
-        estimates(call, row, head).prefetch_sample(call.bulk_length(row));  // it comes while queries are rounded
+        estimates(call, row, head).prefetch_sample(call.bulk_length(row));  // arrives while queries are rounded
         const Segments own{segment_count,
                            call.centres.at(row, head),
                            call.order.at(row, head),

@@ -111,7 +111,7 @@ Decoding decoding_of(const Coding& call, int64_t row) {
 
 }  // namespace
 
-// What latent.py says of the size of the arguments is compared with this before they are read.
+// latent.py compares this with the size of its own structure before the first call.
 extern "C" int64_t call_size() { return sizeof(Call); }
 
 // Returns 1 if memory ran out.

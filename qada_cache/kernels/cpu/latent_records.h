@@ -178,7 +178,7 @@ struct Recorded {
     using Found = Tile<1, TILE, 1, TILE>;
     alignas(CACHE_LINE) Word keys[WORDS][TILE];
 #endif
-    alignas(CACHE_LINE) Singles told[DIM] = {};  // by the sketch, in its order
+    alignas(CACHE_LINE) Singles predicted[DIM] = {};  // by the sketch, in its order
     Residuals residuals;
     Fit fit;
 
@@ -214,7 +214,7 @@ struct Recorded {
             residuals.turn(block, turned);
             const auto find = [&](int d) {
                 const Singles rest = scale * __builtin_convertvector(turned[d - block], Singles);
-                return told[fit.places[d]] * fit.inverse[d] + fit.centres[d] + rest * fit.inverse_m[d];
+                return predicted[fit.places[d]] * fit.inverse[d] + fit.centres[d] + rest * fit.inverse_m[d];
             };
 #pragma GCC unroll 8
             for (int d = block; d < block + KEY_BLOCK; d += IN_WORD) {
@@ -237,7 +237,7 @@ struct Recorded {
     INLINED void unpack(const Decoding& by, Places places, int64_t first, int count) {
         const Singles scale = widen(gathered<Octets>(by.scales, places, first, count)) * fit.unit;
         const uint32_t* codes = by.codes;
-        Singles* next = told;
+        Singles* next = predicted;
         for (int word = 0; word < by.words.of_four; word++, codes += by.room)
             unpack_word<4>(gathered<Integers>(codes, places, first, count), scale, next);
         for (int word = 0; word < by.words.of_two; word++, codes += by.room)

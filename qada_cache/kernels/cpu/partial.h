@@ -37,7 +37,7 @@ struct Elements {
     const Element *key, *value;
     Places places;
 
-    // Of `count` keys from `first` on, by queries times the scaling.
+    // Scores of `count` keys from number `first` on; `scaled` are queries times the scaling.
     INLINED void score(const Floats (*scaled)[PARTS], int64_t first, int count, float (*scores)[BLOCK]) const {
         for (int t = 0; t < count; t += 4) {
             Floats unpacked[4][PARTS];
@@ -57,7 +57,7 @@ struct Elements {
         }
     }
 
-    // What weights are to be times unpacked values.
+    // Multiplies weights by the scales of values in few bits: these are not.
     INLINED void scale(int64_t, int, float (*)[BLOCK]) const {}
     INLINED void unpack_value(int64_t t, Floats* out) const {
         unpack<VALUE_DIM>(value + places[t] * VALUE_STRIDE, out);
@@ -67,7 +67,8 @@ struct Elements {
     }
 };
 
-// Values times weights, added to `sums`: `COUNT` vectors of every query from `FIRST` on, which stay in registers.
+// Adds values times weights to `sums`, `COUNT` vectors of channels at a time, from vector `FIRST` on: so few that the
+// sums of all queries stay in registers.
 template <int FIRST, int COUNT, typename Tokens>
 inline void average(const Tokens& all, int64_t first, const float (*weights)[BLOCK], int tokens,
                     Floats (*sums)[VALUE_PARTS]) {
@@ -116,7 +117,7 @@ struct Attention {
         add(all, tokens);
     }
 
-    // `tokens` of `all`.
+    // Adds the first `tokens` tokens of `all`.
     template <typename Tokens>
     void add(Tokens& all, int64_t tokens) {
         float scores[QUERIES][BLOCK];
@@ -130,7 +131,7 @@ struct Attention {
         }
     }
 
-    // Scores of `count` keys become weights relative to the highest score so far, and so do the sums before them.
+    // Turns scores of `count` keys into weights relative to the highest score so far; shrinks earlier sums to match.
     void weigh(int q, float* scores, int count) {
         for (int t = count; t < BLOCK; t++) scores[t] = -INFINITY;
         Singles peaks = loaded<Singles>(scores);
@@ -156,7 +157,7 @@ struct Attention {
 
     float log_mass(int q) const { return highest[q] + logf(total[q]); }
 
-    // `out` [QUERIES, VALUE_DIM] and `lse` [QUERIES]; of no keys 0 and -inf.
+    // Writes `out` [QUERIES, VALUE_DIM] and `lse` [QUERIES]; without keys 0 and -inf.
     void finish(float* out, float* lse) const {
         for (int q = 0; q < QUERIES; q++) {
             float scale = total[q] == 0 ? 0 : 1 / total[q];
@@ -168,7 +169,7 @@ struct Attention {
 
 constexpr int SIZE = QUERIES * VALUE_DIM;
 
-// `out` and `lse` of query `q` over all of `count` parts [count, QUERIES, VALUE_DIM] and [count, QUERIES].
+// Merges `count` parts [count, QUERIES, VALUE_DIM], and their log-sum-exps [count, QUERIES], for query `q`.
 inline void merge(const float* parts, const float* part_lse, int64_t count, int q, float* out, float* lse) {
     float peak = -INFINITY, total = 0, sums[VALUE_DIM] = {};
     for (int64_t part = 0; part < count; part++) peak = std::max(peak, part_lse[part * QUERIES + q]);

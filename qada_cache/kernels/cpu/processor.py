@@ -73,8 +73,8 @@ def find_kind(instructions: frozenset[str]) -> Kind | None:
 
 def identify() -> list[str]:
     """What "native" means to a compiler: machines that share a folder may differ in it."""
-    told = "flags", "Features", "model name", "CPU implementer", "CPU part"
-    known = {line for line in _read_lines() if line.startswith(told)}
+    fields = "flags", "Features", "model name", "CPU implementer", "CPU part"
+    known = {line for line in _read_lines() if line.startswith(fields)}
     return sorted(known) or [platform.platform(), *sorted(read_instructions())]
 
 

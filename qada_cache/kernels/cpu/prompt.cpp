@@ -94,7 +94,7 @@ void attend(const Call& call) {
 
 }  // namespace
 
-// What prompt.py says of the size of the arguments is compared with this before they are read.
+// prompt.py compares this with the size of its own structure before the first call.
 extern "C" int64_t call_size() { return sizeof(Call); }
 
 // Returns 1 if memory ran out.

@@ -1,32 +1,32 @@
-// Codes of keys: `quantize_segments` of sketch/codec.py. A segment's means take vectors of channels, its codes vectors
-// of one channel of `TOKENS` tokens: no sum depends on threads, or on what else is coded.
+// Codes of keys: `quantize_segments` of sketch/codec.py. Means are computed on vectors of channels, codes on vectors of
+// `TOKENS` tokens of one channel. So a segment's sums depend neither on threads nor on other segments.
 
 #include "sketch.h"
 
 namespace {
 
-// The arguments, `Quantizing` of quantizing.py; the last segment has all tokens that the others leave.
+// The arguments, as `Quantizing` of quantizing.py. The last segment has all tokens after the others'.
 struct Quantizing {
-    View<const Element> keys;          // [tokens, DIM]
-    const float* energies;             // [rows, heads, DIM]
+    View<const Element> keys;  // [tokens, DIM]
+    const float* energies;  // [rows, heads, DIM]
     const float *half_steps, *levels;  // [DIM]
-    uint32_t* codes;                   // [rows, heads, words, tokens]
-    uint8_t* scales;                   // [rows, heads, tokens]
-    float* units;                      // these and the next ones: [rows, heads, segments], [..., DIM] of channels
+    uint32_t* codes;  // [rows, heads, words, tokens]
+    uint8_t* scales;  // [rows, heads, tokens]
+    float* units;  // [rows, heads, segments]; the next ones [rows, heads, segments, DIM]
     uint16_t* centres;
     Channel* order;
     uint16_t* weights;
-    float* mean_squares;
+    float* mean_squares;  // [rows, heads, segments]
     float* exact;  // [rows, heads, tokens], scales before they are rounded
     int64_t rows, heads, tokens, segment_tokens, segments, token_stride, threads;
     Words words;
 };
 
 constexpr int VECTORS = DIM / WIDTH;  // of a key
-constexpr int SUMMED = 16;            // keys whose sum is made first: long sums lose more to rounding
+constexpr int SUMMED = 16;  // keys that are summed by themselves: long sums lose more to rounding
 constexpr float TINY = std::numeric_limits<float>::min();
 
-// `values` [DIM] are at least this share of their mean; 1 where all are 0.
+// Raises `values` [DIM] to at least `share` of their mean; to 1 if all are 0.
 void set_floor(float* values, float share) {
     float sum = 0;
     for (int d = 0; d < DIM; d++) sum += values[d];
@@ -37,15 +37,17 @@ void set_floor(float* values, float share) {
     }
 }
 
-// Whole numbers of levels as floats, by rounding towards zero: `x` is small, or no number.
+// `x` rounded down. The conversion to integers rounds towards zero, so negative `x` may end one too high. `x` is small
+// enough for an integer, or not a number.
 INLINED Singles round_down(Singles x) {
     const Singles whole = __builtin_convertvector(__builtin_convertvector(x, Integers), Singles);
     return whole > x ? whole - 1.0f : whole;
 }
 
+// One segment of one head; `job` counts segments of all heads of all rows.
 struct Segment {
     const Quantizing& call;
-    const int64_t head, start, tokens;  // of all rows' heads; tokens from number `start` on
+    const int64_t head, start, tokens;  // number among all rows' heads; its first token; number of its tokens
     const Element* const keys;
     uint16_t *const centres, *const weights;
     Channel* const order;
@@ -57,7 +59,7 @@ struct Segment {
           keys(call.keys.at(head / call.heads, head % call.heads) + start * call.token_stride),
           centres(call.centres + job * DIM), weights(call.weights + job * DIM), order(call.order + job * DIM) {}
 
-    // The mean over tokens of their channels, or of what `find` makes of vector number `v`.
+    // The mean over tokens, by channel, of `find(key vector number v, v)`.
     template <typename Find>
     void average(float* means, Find find) const {
         Floats total[VECTORS] = {};
@@ -72,7 +74,7 @@ struct Segment {
         for (int d = 0; d < DIM; d++) means[d] = unpack_at<DIM>(total, d) / tokens;
     }
 
-    // What tokens are coded under: `find_fit`, and what errors of channels count.
+    // Centres, order and weights, as `find_fit`, and `importance`: by what errors of channels are multiplied.
     void fit() {
         float means[DIM], variances[DIM], energies[DIM], needs[DIM];
         average(means, [](Floats key, int) { return key; });
@@ -99,7 +101,7 @@ struct Segment {
         }
     }
 
-    // Codes of `count` tokens from number `first` on, whose scales are returned: `round_keys`.
+    // Writes codes of `count` tokens from number `first` on and returns their scales, as `round_keys`.
     Singles round(int64_t first, int count) const {
         const int coded = call.words.coded();
         Singles rotated[DIM], levels[DIM];
@@ -154,7 +156,7 @@ struct Segment {
             std::memcpy(scales + first, &found, count * sizeof(float));
         }
         for (int64_t t = 0; t < tokens; t++)
-            highest = scales[t] > highest || scales[t] != scales[t] ? scales[t] : highest;  // what is no number stays
+            highest = scales[t] > highest || scales[t] != scales[t] ? scales[t] : highest;  // NaN stays
         const float unit = highest / SCALE_LEVELS, step = unit > TINY ? unit : TINY;
         int64_t squares = 0;
         for (int64_t t = 0; t < tokens; t++) {
@@ -170,7 +172,7 @@ struct Segment {
 
 }  // namespace
 
-// What quantizing.py says of the size of the arguments is compared with this before they are read.
+// quantizing.py compares this with the size of its `Quantizing` before the first call.
 extern "C" int64_t quantizing_size() { return sizeof(Quantizing); }
 
 extern "C" void quantize_segments(const Quantizing* call) {

@@ -13,7 +13,7 @@ from .addresses import View, find_address, find_view
 from .building import build_library, check_size
 
 SOURCE = Path(__file__).with_name("quantize.cpp")
-# What the definition in Python says of codes.
+# Macros of quantize.cpp, so that it codes as `sketch/codec.py` does.
 CONSTANTS = {
     "ROUNDINGS": codec.ROUNDINGS, "MIN_ENERGY": codec.MIN_ENERGY, "MIN_VARIANCE": codec.MIN_VARIANCE,
     "SCALE_LEVELS": codec.SCALE_LEVELS, "ROTATED": BLOCK,
@@ -34,8 +34,8 @@ class Quantizing(ctypes.Structure):
 
 
 def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
-    """As `codec.quantize_segments` of `keys` `[rows, kv_heads, tokens, dim]`, but for the order of sums, so that a code
-    may be the one beside it now and then; by it where keys are not on a CPU, or nothing can be built."""
+    """As `codec.quantize_segments` of `keys` `[rows, kv_heads, tokens, dim]`. Sums have another order, so now and then
+    a code is the neighbouring one. `codec` computes it where keys are not on a CPU, or nothing can be built."""
     if not keys.is_cpu or not keys.numel() or keys.dtype not in ELEMENTS:
         return codec.quantize_segments(keys, energies, layout)
     if (library := build_quantizer(keys.dtype, layout.dim)) is None:
@@ -46,23 +46,23 @@ def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> 
     if energies is None:
         energies = torch.ones(dim, dtype=torch.float32, device=device)
     energies = energies.float().expand(*each, dim).contiguous()
-    fields, made = codec.list_fields(dim, 0, layout.count, tokens), dict[str, Tensor]()
+    fields, codes = codec.list_fields(dim, 0, layout.count, tokens), dict[str, Tensor]()
     for name, (dtype, shape) in ((name, fields[name]) for name in codec.CODES):
-        made[name] = torch.empty(*each, *shape, dtype=dtype, device=device)
-    given = {"energies": energies, "half_steps": layout.find_half_steps(device), "levels": layout.find_levels(device)}
+        codes[name] = torch.empty(*each, *shape, dtype=dtype, device=device)
+    inputs = {"energies": energies, "half_steps": layout.find_half_steps(device), "levels": layout.find_levels(device)}
     shapes = {"energies": (*each, dim), "half_steps": (dim,), "levels": (dim,)}
     exact = torch.empty(*each, tokens, dtype=torch.float32, device=device)
     call = Quantizing(
         keys=find_view("keys", keys, keys.dtype, (*each, tokens, dim), packed=1),
-        **{name: find_address(name, part, torch.float32, shapes[name]) for name, part in given.items()},
-        **{name: find_address(name, part, part.dtype, part.shape) for name, part in made.items()},
+        **{name: find_address(name, part, torch.float32, shapes[name]) for name, part in inputs.items()},
+        **{name: find_address(name, part, part.dtype, part.shape) for name, part in codes.items()},
         exact=find_address("exact", exact, torch.float32, exact.shape), rows=each[0], heads=each[1], tokens=tokens,
         segment_tokens=SEGMENT_TOKENS, segments=count_segments(tokens), token_stride=keys.stride(2),
         threads=torch.get_num_threads(),
     )  # fmt: skip
     call.words = layout.words
     library.quantize_segments(ctypes.byref(call))
-    return made
+    return codes
 
 
 def define_quantizer(dtype: torch.dtype, dim: int) -> tuple[str, ...]:

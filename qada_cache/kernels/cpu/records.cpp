@@ -1,18 +1,18 @@
-// Records of tokens, and tokens of records: `code_tokens`, `decode_keys` and `decode_values` of sketch/coded.py. Each
+// Codes tokens as records, and decodes them: `code_tokens`, `decode_keys` and `decode_values` of sketch/coded.py. Each
 // vector has one channel of `TOKENS` tokens.
 
 #include "coding.h"
 
 namespace {
 
-// `count` tokens of one segment.
+// `count` tokens of one segment, at most `TOKENS`; `start` is the first one's number among the call's tokens.
 struct CodedTokens {
     const Coding& call;
     const int64_t row, head, start, count;
     const int64_t token = call.first + start, segment = std::min(token / call.segment_tokens, call.segments - 1);
     uint8_t* const records = call.records.at(row, head) + start * RECORD_SIZE;
 
-    // What the sketch says of the keys.
+    // The sketch's estimates of the keys.
     void predict(Singles* keys) const {
         const uint16_t* centres = call.centres.at(row, head) + segment * DIM;
         const uint16_t* weights = call.weights.at(row, head) + segment * DIM;
@@ -37,7 +37,8 @@ struct CodedTokens {
         for (int d = 0; d < DIM; d++) keys[order[d]] += rotated[d] / widen(weights[d]);
     }
 
-    // What records hold: `SIZE` channels from byte `from` on, by their scale number `of`.
+    // Decodes the `SIZE` channels of keys (`of` 0) or values (`of` 1). Their codes begin at byte `from` of a record,
+    // and their scale is its scale number `of`.
     template <int BITS, int SIZE>
     void decode(int from, int of, Singles* found) const {
         alignas(CACHE_LINE) uint8_t codes[TOKENS][SIZE] = {};
@@ -56,7 +57,7 @@ struct CodedTokens {
         rotate<TURNED>(found, SIZE, 1 / sqrtf(TURNED));
     }
 
-    // The inverse of `decode`, as by `quantize_evenly`; `wide` is turned in place.
+    // The inverse of `decode`, as `quantize_evenly`; `wide` is rotated in place.
     template <int BITS, int SIZE>
     void code(int from, int of, Singles* wide) const {
         constexpr int TURNED = SIZE & -SIZE, MOST = (1 << BITS) - 1, HALF = 1 << (BITS - 1);
@@ -64,7 +65,7 @@ struct CodedTokens {
         Singles highest = {};
         for (int d = 0; d < SIZE; d++) {
             const Singles size = wide[d] < 0.0f ? -wide[d] : wide[d];
-            highest = ((size > highest) | (size != size)) ? size : highest;  // what is no number stays
+            highest = ((size > highest) | (size != size)) ? size : highest;  // NaN stays
         }
         Singles inverse;
         uint16_t scales[TOKENS];
@@ -87,7 +88,7 @@ struct CodedTokens {
         }
     }
 
-    // The inverse of `expand`, of eight codes at once: of neighbours, then pairs, then fours, the bits come together.
+    // The inverse of `expand`, for eight codes at once: bits of neighbours are joined, then of pairs, then of fours.
     template <int BITS, int SIZE>
     static void collect(const uint8_t* codes, uint8_t* planes) {
         static_assert(SIZE % 8 == 0);
@@ -165,7 +166,7 @@ void for_blocks(const Coding& call, Work work) {
 
 }  // namespace
 
-// What recording.py says of the size of the arguments is compared with this before they are read.
+// recording.py compares this with the size of its `Coding` before the first call.
 extern "C" int64_t coding_size() { return sizeof(Coding); }
 
 extern "C" void code_records(const Coding* call) {

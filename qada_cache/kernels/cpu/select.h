@@ -1,9 +1,9 @@
-// Which tokens of a sketched bulk a head reads: `select_tokens` of selection.py, in one pass over the sketch, a span of
-// tokens at a time.
+// Selects the tokens of a sketched bulk that a head reads: `select_tokens` of sketch/selection.py, in one pass over the
+// sketch, a span of tokens at a time.
 //
-// What a token must weigh depends on the weight of all, which is known at the end only. A sample says beforehand about
-// what it will be: few tokens are left by it to be judged again. Should they turn out to have been asked for too much,
-// which takes tokens that are most unlike the sample's, the pass is made again.
+// The least weight of a selected token depends on the weight of all tokens, which is known only at the end. So a sample
+// of spans estimates it beforehand, rather too low, and few tokens are kept to be judged again at the end. If the
+// estimate was too high, which takes tokens very unlike the sample's, the pass is made again.
 
 #pragma once
 
@@ -11,18 +11,18 @@
 
 namespace {
 
-constexpr int VECTORS = SPAN / TOKENS;
-constexpr int SAMPLED_SPANS = 15;  // spans of which a sample is made, at most
-constexpr int MIN_SAMPLED_SPANS = 64;  // spans from which on there is one
-constexpr float MARGIN = 0.5f;  // by which the logarithm of all weight may be below what the sample says
-constexpr int REFRESH = 16;  // spans after which the weight so far is looked at
-constexpr float LOWEST = -1e30f;
-constexpr float MAX_WEIGHT = 1e9;  // of a weight: a score may be so much above what weights are relative to
+constexpr int VECTORS = SPAN / TOKENS;  // of a span
+constexpr int SAMPLED_SPANS = 15;  // at most these are sampled
+constexpr int MIN_SAMPLED_SPANS = 64;  // a bulk of fewer spans is not sampled
+constexpr float MARGIN = 0.5f;  // subtracted from the sample's estimate of the log-sum-exp
+constexpr int REFRESH = 16;  // spans after which `score_cut` is raised by the weight so far
+constexpr float LOWEST = -1e30f;  // a finite stand-in for -inf
+constexpr float MAX_WEIGHT = 1e9;  // weights are relative to `highest`; above this, `highest` is raised
 
-// Estimates of a head's queries over its sketch: `codes` [words, *], `room` words apart, and `scales` [tokens], in
-// segments of `segment_tokens`, for each of which the queries were rounded; the last one has what is left.
+// Estimates scores of a head's queries by its sketch: `codes` [words, *], `room` words apart, and `scales` [tokens].
+// Queries were rounded anew for each segment of `segment_tokens` tokens; the last segment has all tokens that are left.
 struct Estimates {
-    const int count;  // of queries
+    const int count;  // number of queries
     const Rounded* segments;
     const int64_t segment_count, segment_tokens;
     const uint32_t* codes;
@@ -30,8 +30,8 @@ struct Estimates {
     const Words words;
     const uint8_t* scales;
 
-    // Scores of `tokens` tokens from `first` on, all of one segment; -inf where there is no token. They are a span if
-    // `WHOLE`.
+    // Scores of `tokens` tokens from `first` on, all of one segment, a whole span if `WHOLE`; -inf behind the last one.
+    // `ALL` if all `QUERIES` ask.
     template <bool ALL = false, bool WHOLE = false>
     INLINED void compute(int64_t first, int tokens, Singles (*scores)[VECTORS]) const {
         const int count = ALL ? QUERIES : this->count;
@@ -70,13 +70,13 @@ struct Estimates {
             for (int q = 0; q < count; q++) scores[q][t / TOKENS][t % TOKENS] = -INFINITY;
     }
 
-    // The same, as one function for all who need it seldom: what is inlined takes long to compile.
+    // As `compute`, not inlined, for callers that need it seldom: inlined code takes long to compile.
     __attribute__((noinline)) void compute_some(int64_t first, int tokens, Singles (*scores)[VECTORS]) const {
         compute(first, tokens, scores);
     }
 
-    // What codes say of the scores of `keys` keys, a span at most, all of one segment, `stride` words apart: as good as
-    // queries are.
+    // Scores of `keys` keys, a span at most, all of one segment, words of codes `stride` apart. Unlike `compute`, it
+    // also multiplies by the queries' remainders (`lows`), so rounding queries costs almost nothing.
     INLINED void compute_exactly(const uint32_t* block, int64_t stride, const uint8_t* block_scales,
                                  const Rounded& queries, float (*scores)[SPAN], int keys = SPAN) const {
         alignas(CACHE_LINE) int32_t high[QUERIES][SPAN], low[QUERIES][SPAN];
@@ -104,7 +104,7 @@ struct Estimates {
                 __builtin_prefetch(codes + word * room + first + key, 0, TO_L2);
     }
 
-    // How many spans are sampled, and where the first token of one of them lies.
+    // The number of sampled spans, and the first token of sampled span `i`.
     static int count_sampled_spans(int64_t spans) {
         return spans < MIN_SAMPLED_SPANS ? 0 : (int)std::min<int64_t>(SAMPLED_SPANS, spans / 16 | 1);
     }
@@ -116,7 +116,7 @@ struct Estimates {
             prefetch_span(choose_sampled_span(i, tokens / SPAN));
     }
 
-    // About the log-sum-exp of each query's scores of `tokens` tokens, seldom above it; -inf where they are few.
+    // Estimates the log-sum-exp of each query's scores over `tokens` tokens, seldom too high; -inf if these are few.
     void sample_log_mass(int64_t tokens, float* log_mass) const {
         Singles scores[QUERIES][VECTORS];
         float sampled[QUERIES][SAMPLED_SPANS];
@@ -132,7 +132,7 @@ struct Estimates {
                 const float peak = largest(peaks);
                 for (int v = 0; v < VECTORS; v++) mass += power_of_two((scores[q][v] - peak) * LOG2_E);
                 float log_span = peak + logf(sum_of(mass));
-                sampled[q][i] = log_span > -INFINITY ? log_span : -INFINITY;  // no nan, which cannot be sorted
+                sampled[q][i] = log_span > -INFINITY ? log_span : -INFINITY;  // NaN cannot be sorted
             }
         }
         for (int q = 0; q < count; q++) {  // the median, which a few heavy tokens cannot raise
@@ -142,24 +142,24 @@ struct Estimates {
     }
 };
 
-// A part of a head's sketched bulk: which of its tokens may be read, and how much its queries see in it.
+// One scan over tokens `start..stop` of a head's sketched bulk: tokens kept, and sums over all and over unread tokens.
 struct Scan {
     int64_t head, start, stop;
-    float highest[QUERIES];  // about the highest score, or the local mass
-    Singles mass[QUERIES];  // relative to that
-    Singles unread_mass[QUERIES];  // as much of it as is of tokens not kept: a sum, as a difference would be rounding
-    Singles lifted[QUERIES];  // these, times how far the scores are above `middle`
-    Singles sum[QUERIES], squares[QUERIES];  // of how far all scores are above it
-    float log_unread_mass[QUERIES];  // of what is not read
-    const float* middle;  // about the mean score of each query
-    int64_t count = 0;  // of tokens kept; these have room for more
+    float highest[QUERIES];  // weights are exp(score - highest): about the highest score so far, at least `log_buffer`
+    Singles mass[QUERIES];  // sums of weights
+    Singles unread_mass[QUERIES];  // of tokens not kept; summed, as `mass` less the kept ones' would be rounding error
+    Singles lifted[QUERIES];  // sums of unread weights times (score - middle)
+    Singles sum[QUERIES], squares[QUERIES];  // sums of (score - middle), and of its square, over all tokens
+    float log_unread_mass[QUERIES];  // logarithm of `unread_mass`, once `apply_cut` has run
+    const float* middle;  // about the mean score of each query; near it, sums of squares lose little to rounding
+    int64_t count = 0;  // number of tokens kept; the vectors have room for more
     std::vector<int32_t> tokens;
-    std::vector<float> estimates[QUERIES];  // of each flagged query
+    std::vector<float> estimates[QUERIES];  // their scores, by flagged query
 
-    // A token is kept if the score of a query, of which the near buffer has `log_buffer`, is at least `score_cut`, or
-    // `log_share` more than the log-sum-exp of what has been seen so far.
+    // Keeps a token if, for one of the queries, its score is at least `given`, and at least `log_share` plus the
+    // log-sum-exp of the near buffer (`log_buffer`) and of the tokens scanned so far.
     void run(const Estimates& found, const float* log_buffer, const float* given, float log_share) {
-        // Their number is known to the compiler where all ask, as with the group rule "any", or a single one.
+        // If all queries ask, as with the group rule "any", the compiler knows their number.
         if (QUERIES == 1 || found.count == QUERIES) run_as<true>(found, log_buffer, given, log_share);
         else run_as<false>(found, log_buffer, given, log_share);
     }
@@ -184,7 +184,7 @@ struct Scan {
         }
     }
 
-    // As `take`, of the last span alone: one function for any number of queries.
+    // As `take`, for the last, shorter span: not inlined, and for any number of queries.
     __attribute__((noinline)) void take_rest(const Estimates& found, int64_t first, int here, const float* score_cut) {
         take<false, false>(found, first, here, score_cut);
     }
@@ -203,17 +203,17 @@ struct Scan {
         keep(scores, selected, queries, first, here);
     }
 
-    // Adds up what a span's tokens weigh for a query, and those of them that are not selected.
+    // Adds a span's `here` tokens to the sums of query `q`: all of them, and those not selected.
     template <bool WHOLE>
     INLINED void weigh(int q, const Singles* scores, const Marks* selected, int here) {
         Singles weights[VECTORS], added = weights_of(q, scores, weights);
         if (bits_of(at_least(added, MAX_WEIGHT))) added = raise(q, scores, weights);
         Singles unread = {}, lift = {}, total = {}, total_squares = {};
         for (int v = 0; v < VECTORS; v++) {
-            Singles above = scores[v] - middle[q], left = without(weights[v], selected[v]);
-            if (!WHOLE) above = numbered + v * TOKENS < here ? above : Singles{};
-            unread += left;
-            lift += left * above;
+            Singles above = scores[v] - middle[q], unread_weights = without(weights[v], selected[v]);
+            if (!WHOLE) above = numbered + v * TOKENS < here ? above : Singles{};  // else -inf would be summed
+            unread += unread_weights;
+            lift += unread_weights * above;
             total += above;
             total_squares += above * above;
         }
@@ -224,7 +224,7 @@ struct Scan {
         squares[q] += total_squares;
     }
 
-    // The weights of a span, and their sum.
+    // Writes the weights of a span's tokens, and returns their sum.
     INLINED Singles weights_of(int q, const Singles* scores, Singles* weights) const {
         Singles sum = {};
         const float offset = highest[q] * LOG2_E;
@@ -232,7 +232,7 @@ struct Scan {
         return sum;
     }
 
-    // As `weights_of`, when a query's highest score is one of this span.
+    // As `weights_of`, after it has raised `highest` to this span's highest score and shrunk the sums so far to match.
     __attribute__((noinline)) Singles raise(int q, const Singles* scores, Singles* weights) {
         float peak = highest[q];
         for (int v = 0; v < VECTORS; v++) peak = std::max(peak, largest(scores[v]));
@@ -242,7 +242,7 @@ struct Scan {
         return weights_of(q, scores, weights);
     }
 
-    // Writes down the selected ones of `here` tokens from `first` on.
+    // Appends the selected tokens, of `here` from `first` on, and their scores.
     INLINED void keep(const Singles (*scores)[VECTORS], const Marks* selected, int queries, int64_t first, int here) {
         if (count + SPAN > (int64_t)tokens.size()) {
             tokens.resize(2 * tokens.size() + 4 * SPAN);
@@ -261,24 +261,24 @@ struct Scan {
 
     float log_mass(int q) const { return highest[q] + logf(sum_of(mass[q])); }
 
-    // Drops the tokens that all queries find too light: `score_cut` of each.
+    // Drops kept tokens whose score is below `score_cut` for every query, and adds them to the unread ones.
     void apply_cut(const float* score_cut, int queries) {
-        int64_t left = 0;
-        for (int64_t i = 0; i < count; i += TOKENS) {  // within what there is room for
+        int64_t kept = 0;
+        for (int64_t i = 0; i < count; i += TOKENS) {  // the last vector may pass `count`, but not the vectors' room
             Integers selected = {}, token = loaded<Integers>(&tokens[i]);
             for (int q = 0; q < queries; q++) selected |= loaded<Singles>(&estimates[q][i]) >= score_cut[q];
             Integers held = numbered + (int32_t)i < (int32_t)count, dropped = held & ~selected;
             selected &= held;
             for (int q = 0; q < queries && bits_of(dropped); q++) {
                 Singles scores = loaded<Singles>(&estimates[q][i]);
-                Singles left = dropped ? power_of_two((scores - highest[q]) * LOG2_E) : Singles{};
-                unread_mass[q] += left;
-                lifted[q] += dropped ? left * (scores - middle[q]) : Singles{};
+                Singles weights = dropped ? power_of_two((scores - highest[q]) * LOG2_E) : Singles{};
+                unread_mass[q] += weights;
+                lifted[q] += dropped ? weights * (scores - middle[q]) : Singles{};
             }
-            compress(token, bits_of(selected), &tokens[left]);
-            left += __builtin_popcountll(bits_of(selected));
+            compress(token, bits_of(selected), &tokens[kept]);
+            kept += __builtin_popcountll(bits_of(selected));
         }
-        count = left;
+        count = kept;
         for (int q = 0; q < queries; q++)
             log_unread_mass[q] = count == stop - start ? -INFINITY : highest[q] + logf(sum_of(unread_mass[q]));
     }

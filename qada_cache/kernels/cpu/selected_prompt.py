@@ -117,8 +117,9 @@ def selected_attention(
     for head in range(key.shape[1]):
         asking = slice(head * group, (head + 1) * group), _move(selecting, -before)
         one = query[0][asking], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
-        told: dict[str, Any] = {"scaling": scaling, "threshold": threshold, "first": _round_up(sinks), "window": window}
-        pairs -= _attend_to_head(*one, start=selecting.start, out=out[0][asking], **told)
+        arguments: dict[str, Any] = {"scaling": scaling, "threshold": threshold}
+        arguments |= {"first": _round_up(sinks), "window": window}
+        pairs -= _attend_to_head(*one, start=selecting.start, out=out[0][asking], **arguments)
     return pairs
 
 

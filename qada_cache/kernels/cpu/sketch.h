@@ -1,6 +1,6 @@
-// What a sketch of keys says of their scores: `estimate_scores` of codec.py, for queries of one head.
+// Estimates scores from a sketch of keys: `estimate_scores` of sketch/codec.py, for queries of one head.
 //
-// Words of as many keys as a vector holds are multiplied with rounded queries at once, four values at a time.
+// A vector holds a word of each of several keys. One instruction multiplies four channels of each with a rounded query.
 
 #pragma once
 
@@ -8,22 +8,22 @@
 
 namespace {
 
-constexpr int SPAN = 64;         // keys that are scored at once
-constexpr int PREFETCH_SPANS = 8;    // whose codes are asked for before they are needed
+constexpr int SPAN = 64;  // keys that are scored at once
+constexpr int PREFETCH_SPANS = 8;  // codes are prefetched this many spans before they are read
 constexpr float LEVELS = QUERY_LEVELS;  // a rounded query's largest value
 static_assert(WORD_BITS == 32);
 
-// Words of a key's code, by `Layout` of sketch/__init__.py.
+// Numbers of words of a key's code with 4, 2 and 1 bits a channel, as `Layout` of sketch/__init__.py.
 struct Words {
-    int of_four, of_two, of_one;  // bits
+    int of_four, of_two, of_one;
     int count() const { return of_four + of_two + of_one; }
-    // The first channel whose value has 2 bits, has one, has none.
+    // The first channel, in the sketch's order, with 2 bits, with 1 bit, and without bits.
     int first_two() const { return WORD_BITS / 4 * of_four; }
     int first_one() const { return first_two() + WORD_BITS / 2 * of_two; }
     int coded() const { return first_one() + WORD_BITS * of_one; }
 };
 
-// One number of each query of a head, in vectors of whole powers of two; wide ones have one of each segment of a few.
+// `Slots` has one number for each query of a head, padded to a power of two; `Wide` has `Slots` of `TOGETHER` segments.
 constexpr int SLOTS = QUERIES <= 4 ? 4 : QUERIES <= 8 ? 8 : 16;
 static_assert(QUERIES <= 16);
 constexpr int TOGETHER = std::max(1, TOKENS / SLOTS);
@@ -32,7 +32,8 @@ typedef float Wide __attribute__((vector_size(4 * SLOTS * TOGETHER)));
 typedef int32_t WideIntegers __attribute__((vector_size(4 * SLOTS * TOGETHER)));
 inline Slots slots_of(const Wide& wide, int j) { return loaded<Slots>((const char*)&wide + j * sizeof(Slots)); }
 
-// In place, as by `rotate` of sketch/__init__.py, in blocks of `SIZE` channels; each takes `unit`, `SIZE` to the -0.5.
+// Rotates `count` channels in place, as `rotate` of sketch/__init__.py, in Hadamard blocks of `SIZE` channels. `unit`
+// is 1 / sqrt(SIZE).
 template <int SIZE, typename Lanes>
 inline void rotate(Lanes* values, int count, float unit) {
     for (Lanes* block = values; block < values + count; block += SIZE) {
@@ -50,26 +51,26 @@ inline void rotate(Lanes* values, int count, float unit) {
 }
 
 constexpr bool CODED = KEY_BITS > 0;  // whether tokens with a sketch lie in records (coded.h)
-constexpr bool SCORED = CODED && !VALUES_IN_KEYS;  // whether queries meet records' codes; else these are decoded
-constexpr float FINER = 2 * LEVELS;   // a rounded query's step over that of what rounding leaves
+constexpr bool SCORED = CODED && !VALUES_IN_KEYS;  // whether scores come from records' codes; latents' are decoded
+constexpr float FINER = 2 * LEVELS;  // the step of a rounded query over the step of its rounded remainder
 
-// The sum with 1.5 * 2^23 has no room for fractions: it rounds half to even.
+// The nearest integers, half to even: a sum with 1.5 * 2^23 has no bits for fractions.
 template <typename Whole, typename Numbers>
 inline Whole nearest(Numbers numbers) {
     return (Whole)(numbers + 12582912.0f) - 0x4b400000;
 }
 
-// The flagged queries of a head, as one segment's codes meet them: rounded as in `estimate_scores`, and what else
-// estimates take, `middle + scale * (step * product - offset + spread * scale)`. Records take scores of more than a
-// byte's precision: the same with `lows`, what rounding leaves, `FINER` times as fine, and without the spread.
+// A head's flagged queries, rounded for one segment as in `estimate_scores`. With `product` of `fours` and a token's
+// codes, and its `scale`, a score is `middle + scale * (step * product - offset + spread * scale)`. Records need scores
+// more precise than a byte: there the rounded remainders, `lows`, `FINER` times as fine, are added, and not `spread`.
 struct Rounded {
-    int32_t fours[DIM / 4][SLOTS];  // of four channels the rounded values, a byte each
+    int32_t fours[DIM / 4][SLOTS];  // rounded values of four channels, a byte each
     int32_t lows[SCORED ? DIM / 4 : 1][SLOTS];
     float middle[SLOTS], step[SLOTS], offset[SLOTS], spread[SLOTS], low_offset[SLOTS];
 };
 
-// A head's segments: `centres`, `order` and `weights` [count, DIM], and `units` of scales, which are integers from here
-// on. All have the same `errors` [DIM].
+// A head's segments: `centres`, `order` and `weights` [count, DIM], and `units` [count], by which integers become
+// scales. `errors` [DIM] are squared errors in units of a squared scale, the same for all segments.
 struct Segments {
     const int64_t count;
     const uint16_t* centres;
@@ -77,7 +78,7 @@ struct Segments {
     const uint16_t* weights;
     const float *units, *errors;
 
-    // Rounds `queries` [DIM] for `TOGETHER` segments from `first` on, as far as there are any.
+    // Rounds `queries` [DIM] for up to `TOGETHER` segments from number `first` on.
     void round(const Slots* queries, int64_t first, Words words, float scaling, Rounded* rounded) const {
         const int here = (int)std::min<int64_t>(TOGETHER, count - first);
         Wide rotated[DIM] = {};
@@ -104,7 +105,7 @@ struct Segments {
             highest = size > highest ? size : highest;
         }
         const Wide inverse = LEVELS / highest;
-        // Of queries times highest levels: odd integers are twice what codes hold, less these.
+        // Sums of rounded queries times the highest level of a code: an odd integer is twice its code less this level.
         WideIntegers sum = {}, low_sum = {};
         for (int d = 0; d < coded; d += 4) {
             const int level = d < words.first_two() ? 15 : d < words.first_one() ? 3 : 1;
@@ -137,7 +138,8 @@ struct Segments {
     static void put(void* to, Slots slots) { std::memcpy(to, &slots, sizeof slots); }
 };
 
-// Words of a few keys, or four bytes for each; products of unsigned with signed bytes are added four to an integer.
+// A word, or four bytes, of each of `KEYS` keys. `add_products` adds, for each key, the four products of unsigned bytes
+// of codes with signed bytes of a query.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 typedef Integers Bytes;
 inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {
@@ -150,7 +152,7 @@ inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {
 }
 #elif defined(__AVX2__)
 typedef int32_t Bytes __attribute__((vector_size(32)));
-inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {  // pairs stay far below what 16 bits hold
+inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {  // sums of two products fit 16 bits
     return sums + (Bytes)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, (__m256i)query), _mm256_set1_epi16(1));
 }
 #elif defined(__aarch64__)
@@ -171,17 +173,17 @@ inline Bytes add_products(Bytes sums, Bytes codes, Bytes query) {
     return sums;
 }
 #endif
-constexpr int KEYS = sizeof(Bytes) / 4;  // that are multiplied at once
+constexpr int KEYS = sizeof(Bytes) / 4;  // keys of one vector
 
-// So many vectors of keys are multiplied with each value of a query at once that their sums fill the registers.
+// The number of vectors of keys that are multiplied together: as many as keep all queries' sums in registers.
 constexpr int fitting_columns(int columns) {
     return columns == 1 || columns * QUERIES <= REGISTERS ? columns : fitting_columns(columns / 2);
 }
 constexpr int MOST_COLUMNS = fitting_columns(SPAN / KEYS);
 
-// Adds products of `KEYS * COLUMNS` keys' words of `BITS` a value to `sums`; the next word's codes lie `stride` further
-// on. Words meet the queries' integers from channel `first` on. All loops but the first are unrolled early: otherwise
-// GCC leaves the sums in memory.
+// Adds to `sums` the products of `KEYS * COLUMNS` keys' words of `BITS` bits a channel with queries, from channel
+// `first` on. A key's next word lies `stride` further. All loops but the first are unrolled early: otherwise GCC leaves
+// the sums in memory.
 template <int BITS, int COLUMNS>
 INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const int32_t (*queries)[SLOTS], int first,
                        Bytes (*sums)[COLUMNS]) {
@@ -196,7 +198,7 @@ INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const i
 #pragma GCC unroll 8
             for (int c = 0; c < COLUMNS; c++) values[c] = packed[c] >> plane * BITS & ((1 << BITS) - 1) * 0x01010101;
 #pragma GCC unroll 16
-            for (int q = 0; q < QUERIES; q++) {  // others have integers as well, of no use
+            for (int q = 0; q < QUERIES; q++) {  // slots without a flagged query yield numbers that nobody reads
                 const Bytes four = Bytes{} + fours[q];
 #pragma GCC unroll 8
                 for (int c = 0; c < COLUMNS; c++) sums[q][c] = add_products(sums[q][c], values[c], four);
@@ -205,8 +207,7 @@ INLINED void add_words(const uint32_t* codes, int64_t stride, int words, const i
     }
 }
 
-// Products of rounded queries, four channels each, with so many keys' codes, and of some more up to whole vectors; of
-// the codes alone, not yet of the odd integers behind them.
+// Products of rounded queries with the codes (not yet the odd integers) of `keys` keys, rounded up to whole vectors.
 template <int COLUMNS = MOST_COLUMNS>
 INLINED void multiply(const uint32_t* codes, int64_t stride, Words words, const int32_t (*queries)[SLOTS],
                       int32_t (*products)[SPAN], int keys = SPAN) {

@@ -114,13 +114,13 @@ def copy_tokens(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) ->
     vector, on_host = ALIGNMENT // dtype.itemsize, any(part.device != device for part in pairs[0])
     with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton launches on the current device
         for first in range(0, len(pairs), RUNS):
-            now, told, blocks = pairs[first : first + RUNS], list[Any](), 0
+            now, arguments, blocks = pairs[first : first + RUNS], list[Any](), 0
             for target, source in now:
-                told += source, target
+                arguments += source, target
                 for of_row, of_head, of_token, _ in (source.stride(), target.stride()):
-                    told += of_row // vector, of_head // vector, of_token // vector
-                told.append(tokens := target.shape[2])
+                    arguments += of_row // vector, of_head // vector, of_token // vector
+                arguments.append(tokens := target.shape[2])
                 blocks += -(-tokens // block)
-            told += [None, None, 0, 0, 0, 0, 0, 0, 0] * (RUNS - len(now))
+            arguments += [None, None, 0, 0, 0, 0, 0, 0, 0] * (RUNS - len(now))
             programs = min(blocks, max(1, HOST_PROGRAMS // (batch * heads))) if on_host else blocks
-            launches.launch(copy_kernel, (programs, heads, batch), (device, len(now)), *told)
+            launches.launch(copy_kernel, (programs, heads, batch), (device, len(now)), *arguments)

@@ -134,7 +134,8 @@ def merge_kernel(
 
 @functools.cache
 def _bind_correlating(left_dim: int, right_dim: int) -> tuple[Launches, int, Launches, int]:
-    """Of both kernels; columns and rows of a covariance that a program of each takes."""
+    """Launches of `correlate_kernel`, and columns of the covariance that one of its programs takes; launches of
+    `merge_kernel`, and rows that one of its programs takes."""
     wide, block = (max(16, triton.next_power_of_2(dim)) for dim in (right_dim, left_dim))
     columns, rows = min(COLUMNS if block < 256 else COLUMNS // 2, wide), MERGED // wide
     correlate = Launches(
@@ -145,22 +146,23 @@ def _bind_correlating(left_dim: int, right_dim: int) -> tuple[Launches, int, Lau
 
 
 def take_in(count: int, means: tuple[Tensor, Tensor], covariance: Tensor, left: Tensor, right: Tensor) -> None:
-    """`correlating.take_in_by_torch` of `left` `[rows, heads, tokens, n]` and `right` (`m`), 8 channels or a multiple
-    of them and up to 256; `means` and `covariance` are contiguous."""
+    """As `correlating.take_in_by_torch`, of `left` `[rows, heads, tokens, n]` and `right` `[rows, heads, tokens, m]`.
+    `n` and `m` are multiples of 8, up to 256. `means` and `covariance` are contiguous."""
     alike, (batch, heads, tokens, left_dim), right_dim = left is right, left.shape, right.shape[3]
     left, blocks = align(left)
     right, other_blocks = (left, blocks) if alike else align(right)
     correlate, columns, merge, rows = _bind_correlating(left_dim, right_dim)
     chunks, variant = -(-tokens // CHUNK.value), (left.dtype, right.dtype, left.device, alike)
-    sizes = (chunks + 1) * left_dim, (chunks + 1) * right_dim, chunks * left_dim * right_dim  # of a head
-    found = covariance.new_empty(batch * heads * sum(sizes)).split([batch * heads * size for size in sizes])
-    told = count, tokens, chunks
+    # Scratch between the kernels: means of `left` and of `right`, and products; in elements of a head.
+    sizes = (chunks + 1) * left_dim, (chunks + 1) * right_dim, chunks * left_dim * right_dim
+    scratch = covariance.new_empty(batch * heads * sum(sizes)).split([batch * heads * size for size in sizes])
+    counts = count, tokens, chunks
     with torch.cuda.device_of(left):  # Triton launches on the current device
         correlate.launch(
             correlate_kernel, (chunks * -(-right_dim // columns), heads, batch), variant,
-            left, right, *means, *found, *blocks, *other_blocks, *told,
+            left, right, *means, *scratch, *blocks, *other_blocks, *counts,
         )  # fmt: skip
         merge.launch(
             merge_kernel, (-(-left_dim // rows), heads, batch), variant,
-            *found, None if alike else means[0], means[1], covariance, *told,
+            *scratch, None if alike else means[0], means[1], covariance, *counts,
         )  # fmt: skip

@@ -1,5 +1,5 @@
-"""What of a sketch follows from the rest, as tokens are stored: `codec.average_channels` and `codec.round_slopes`, in
-one launch. Names are as in `kernels.py`."""
+"""A sketch's fields that follow from its other fields and the covariance, derived at each flush:
+`codec.average_channels` and `codec.round_slopes`, in one launch. Names are as in `kernels.py`."""
 
 import functools
 
@@ -15,8 +15,8 @@ from .blocks import to_nearest
 from .coding import STEP_1, STEP_2, STEP_4, TINY, by_bits, find_sizes
 from .launching import Launches
 
-COLUMNS = tl.constexpr(16)  # of pairs of slopes, that a program rounds
-NUMBERS = 2048  # of segments that a program reads at once
+COLUMNS = tl.constexpr(16)  # columns of pairs of slopes that a program rounds
+NUMBERS = 2048  # elements, segments times channels, that a program reads at once
 SLOPE_LEVELS = tl.constexpr(float(codec.SLOPE_LEVELS))
 ERROR_4, ERROR_2, ERROR_1 = (tl.constexpr(ERRORS[bits] / (STEPS[bits] / 2) ** 2) for bits in (4, 2, 1))
 
@@ -115,12 +115,13 @@ def derive(sketch: Sketch, rows: slice, length: int, covariance: Tensor) -> None
     layout, segments = sketch.layout, definition.count_segments(length)
     first, stop, _ = rows.indices(len(covariance))
     heads, value_dim, dim = covariance.shape[1:]
-    ordered = torch.empty(stop - first, heads, segments, 2, dim, dtype=torch.float32, device=covariance.device)
+    # Scratch of `average_channels`: what each segment adds to `noise` and to `variances`, by channel.
+    segment_terms = torch.empty(stop - first, heads, segments, 2, dim, dtype=torch.float32, device=covariance.device)
     grid = 1 + triton.cdiv(dim // 2, COLUMNS.value), heads, stop - first
     with torch.cuda.device_of(covariance):  # Triton launches on the current device
         _bind_deriving(layout, value_dim, definition.SEGMENT_TOKENS).launch(
             derive_kernel, grid, (covariance.device,),
             sketch.weights, sketch.order, sketch.mean_squares, covariance,
-            sketch.noise, sketch.variances, sketch.slopes, sketch.slope_units, ordered,
+            sketch.noise, sketch.variances, sketch.slopes, sketch.slope_units, segment_terms,
             first, length, segments, sketch.units.shape[2],
         )  # fmt: skip

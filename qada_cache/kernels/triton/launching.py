@@ -32,8 +32,8 @@ class Launches:
         # As that does it, but for a description of all arguments that only a hook would read.
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
-        told = compiled.function, compiled.packed_metadata, None, None, None
-        compiled.run(*grid, stream, *told, *args, *constants)
+        metadata = compiled.function, compiled.packed_metadata, None, None, None
+        compiled.run(*grid, stream, *metadata, *args, *constants)
 
 
 Launch = tuple[Launches, Any, tuple[int, int, int], tuple[Any, ...]]

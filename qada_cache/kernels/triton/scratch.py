@@ -1,4 +1,5 @@
-"""Memory by which the kernels of one step tell each other numbers. Steps take turns at it, as layers and caches do."""
+"""Scratch memory through which the kernels of one decode step pass each other intermediate results. All layers and all
+caches share it, as their steps run one after the other."""
 
 import threading
 import weakref
@@ -6,11 +7,12 @@ import weakref
 import torch
 from torch import Tensor
 
-ALIGNMENT = 256  # bytes, as of an allocation
+ALIGNMENT = 256  # bytes, as torch aligns allocations on a GPU
 
 
 class Buffer:
-    """Bytes of a device. More are another tensor, so that steps which were bound to fewer may go on with these."""
+    """One tensor of bytes on a device. Growing replaces it, so steps that were bound to the smaller one can go on with
+    that."""
 
     def __init__(self) -> None:
         self.bytes: Tensor | None = None
@@ -23,20 +25,22 @@ class Buffer:
 
 
 class _Buffers(threading.local):
-    """By the stream that orders what its steps do. Another thread's might come between two kernels of one of them."""
+    """A thread's buffers, by device and CUDA stream. A stream runs a thread's steps in order; another thread's kernels
+    could come between the kernels of one step, so no buffer is shared with it."""
 
     def __init__(self) -> None:
-        self.of: weakref.WeakValueDictionary[tuple[torch.device, int], Buffer] = weakref.WeakValueDictionary()
+        self.by_stream: weakref.WeakValueDictionary[tuple[torch.device, int], Buffer] = weakref.WeakValueDictionary()
 
 
 _buffers = _Buffers()
 
 
 class Scratch:
-    """Tensors of one layer's steps, by name, all in the buffer that its thread has for the current stream."""
+    """Named scratch tensors of one layer's steps, all in the buffer that the calling thread has for its current
+    stream."""
 
     def __init__(self, **parts: tuple[torch.dtype, int]) -> None:
-        """`parts` are dtypes and numbers of elements."""
+        """`parts`: the dtype and the number of elements of each tensor, by name."""
         self._parts, self._places, self._size = parts, {}, 0
         for name, (dtype, count) in parts.items():
             nbytes = count * dtype.itemsize
@@ -47,20 +51,20 @@ class Scratch:
         self._tensors: dict[str, Tensor] = {}
 
     def find(self, device: torch.device) -> dict[str, Tensor]:
-        """The tensors `[elements]`, by name. A captured graph gets memory that is its own."""
+        """The tensors `[elements]`, by name. A captured graph gets memory of its own."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._cut(torch.empty(self._size, dtype=torch.uint8, device=device))
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        buffer = _buffers.of.get((device, stream))
+        buffer = _buffers.by_stream.get((device, stream))
         if buffer is None:
-            buffer = _buffers.of[device, stream] = Buffer()
-        if (found := buffer.take(self._size, device)) is not self._bytes:
-            self._buffer, self._bytes, self._tensors = buffer, found, self._cut(found)
+            buffer = _buffers.by_stream[device, stream] = Buffer()
+        if (memory := buffer.take(self._size, device)) is not self._bytes:
+            self._buffer, self._bytes, self._tensors = buffer, memory, self._cut(memory)
         return self._tensors
 
     def keeps(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether they are those that `find` gives until a step needs more, and no captured graph's."""
+        """Whether `tensors` are those of `find` until the buffer grows, and not a captured graph's."""
         return tensors is self._tensors
 
-    def _cut(self, found: Tensor) -> dict[str, Tensor]:
-        return {name: found[place].view(self._parts[name][0]) for name, place in self._places.items()}
+    def _cut(self, memory: Tensor) -> dict[str, Tensor]:
+        return {name: memory[place].view(self._parts[name][0]) for name, place in self._places.items()}

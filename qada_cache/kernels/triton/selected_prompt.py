@@ -8,6 +8,7 @@ multiplies them, from keys less their mean.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -77,8 +78,8 @@ def selected_attention(
     with torch.cuda.device_of(query):  # Triton launches on the current device
         while first < blocks:
             some, capacity = _find_slice(first, blocks, batch * heads, past, block)
-            told = query, codes, steps, first, some
-            shares = find_shares(*told, scaling=scaling, threshold=threshold, sinks=sinks, block=block, stride=stride)
+            sharing: dict[str, Any] = {"scaling": scaling, "threshold": threshold, "sinks": sinks}
+            shares = find_shares(query, codes, steps, first, some, **sharing, block=block, stride=stride)
             chosen, counts = draw(shares, first, capacity, past, block=block)
             counts[:, max(0, whole - first) :] = capacity + 1
             read_sample(query, key, value, chosen, counts, out, first, scaling, block=block)
@@ -89,12 +90,12 @@ def selected_attention(
 
 
 def find_code_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of codes of keys: 8-bit floats, where a device multiplies them."""
+    """The dtype of the codes of keys: 8-bit floats where the device multiplies these, else `dtype`."""
     return torch.float8_e4m3fn if find_capability(device) >= (8, 9) else dtype
 
 
 def find_capability(device: torch.device) -> tuple[int, int]:
-    """Of a CUDA device; none has less than others."""
+    """The compute capability of a CUDA device; `(0, 0)` for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
@@ -131,8 +132,7 @@ def draw(shares: Tensor, first: int, capacity: int, past: int = 0, *, block: int
     heads, blocks, columns = shares.shape
     chosen = torch.empty(heads, blocks, capacity, dtype=torch.int32, device=shares.device)
     counts = torch.empty(heads, blocks, dtype=torch.int32, device=shares.device)
-    told = chosen, counts, first, past, columns, capacity
-    sample_kernel[blocks, heads](shares, *told, BLOCK_M=block, **SAMPLING)
+    sample_kernel[blocks, heads](shares, chosen, counts, first, past, columns, capacity, BLOCK_M=block, **SAMPLING)
     return chosen, counts
 
 
@@ -140,7 +140,7 @@ def read_sample(
     query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, counts: Tensor, out: Tensor, first: int, scaling: float,
     *, block: int,
 ) -> None:  # fmt: skip
-    """Has `read_kernel` write the blocks of `out` from `first` on that `draw` chose for."""
+    """Run `read_kernel`: it writes the blocks of `out`, from block `first` on, whose sampled tokens are `chosen`."""
     (batch, heads, queries, dim), (tokens, value_dim) = query.shape, value.shape[2:]
     reading = READING[block]
     if max(dim, value_dim) > BROAD:

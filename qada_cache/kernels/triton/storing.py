@@ -130,19 +130,19 @@ class Storer:
         if not of_query[3] == of_key[3] == of_value[3] == 1:  # channels are read side by side
             states, key, value = states.contiguous(), key.contiguous(), value.contiguous()
             of_query, of_key, of_value = states.stride(), key.stride(), value.stride()
-        told, strides, variant = list[Tensor | None](), list[int](), [isinstance(place, int)]
+        moment_operands, strides, variant = list[Tensor | None](), list[int](), [isinstance(place, int)]
         for mean, covariance, log_tokens in moments:
-            told += mean, covariance, log_tokens
+            moment_operands += mean, covariance, log_tokens
             # From row to row: 0, if all rows share one.
             strides += 0 if mean.shape[0] == self._kv_heads else self._kv_heads, int(log_tokens.shape[0] > 1)
             variant.append(covariance.data_ptr() % 16 == 0)
         missing = 2 - len(moments)
-        told, strides = told + [None] * (3 * missing), strides + [0] * (2 * missing)
+        moment_operands, strides = moment_operands + [None] * (3 * missing), strides + [0] * (2 * missing)
         there, column = (None, place) if isinstance(place, int) else (place, 0)
         grid = self._grid if moments else self._store_grid
         arguments = (
-            states, key, value, *self._near, there, self.log_bulk, *told, *of_query[:2], *of_key[:2], *of_value[:2],
-            *self._near_strides, *strides, column, query.scaling,
+            states, key, value, *self._near, there, self.log_bulk, *moment_operands,
+            *of_query[:2], *of_key[:2], *of_value[:2], *self._near_strides, *strides, column, query.scaling,
         )  # fmt: skip
         if not states.is_cuda or states.device.index == torch.cuda.current_device():
             self._launches.launch(store_kernel, grid, tuple(variant), *arguments)
