@@ -1,4 +1,4 @@
-"""What code asks that takes a cache for the keys and values of each layer, or moves these itself: refused in words."""
+"""Refuses, in words, code that takes a cache for the keys and values of each layer, or that moves these itself."""
 
 from collections.abc import Iterator
 from typing import Any, NoReturn

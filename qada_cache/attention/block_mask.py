@@ -11,9 +11,9 @@ _read: Any = WeakIdKeyDictionary()  # every layer of a pass is handed the same m
 
 
 def read_block_mask(mask: BlockMask) -> Tensor:
-    """What a mask of `queries` new tokens and `seen` tokens says, on its device: bool `[batch or 1, heads or 1,
-    queries, seen]`, or, if these are the same, bool `[batch or 1, seen]`, as all pairs would be the largest tensor of a
-    prompt. ValueError, if that is not causal attention over the real tokens."""
+    """The pairs that a mask of `queries` new tokens and `seen` tokens shows, bool `[batch or 1, heads or 1, queries,
+    seen]`, on its device. A prompt's mask, `queries == seen`, becomes bool `[batch or 1, seen]`, its real tokens: all
+    pairs would be the largest tensor of the pass. ValueError, if it is not causal attention over the real tokens."""
     if mask not in _read:
         _read[mask] = _read_pairs(mask) if mask.shape[-2] < mask.shape[-1] else _read_tokens(mask)
     return _read[mask]

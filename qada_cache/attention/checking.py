@@ -1,4 +1,4 @@
-"""What a call of attention is refused for: options of a model, and of a call, that this cache does not compute."""
+"""Refusals of a call of attention: options of a model, or of a call, that this cache does not compute."""
 
 import weakref
 from typing import Any, cast

@@ -40,7 +40,7 @@ def attend_adaptively(layer: Asker, store: TokenStore, query: Query) -> Tensor:
 
 
 def compute(layer: Asker, store: TokenStore, query: Query, rows: Rows, plan: Plan) -> Tensor:
-    """What `attend_adaptively` returns, by this plan; decisions are counted."""
+    """Compute the output of `attend_adaptively` by this plan, and count decisions."""
     bulk, kernel, operands = store.bulk, plan.kernel, plan.operands
     storer = None if query.unstored is None else plan.storer
     by_itself = kernel is compiled_decode.fused_decode  # which stores the token, and estimates

@@ -40,13 +40,14 @@ class DifferentialLayer(QAdALayer):
         return (key, self.joined) if half.shape == value.shape and (known or torch.equal(half, value)) else None
 
     def take_first(self, out: Tensor | None) -> Tensor | None:
-        """Of both outputs `[batch, queries, heads, 2 value_dim]` the first; None, if none were computed."""
+        """The first half of `out` `[batch, queries, heads, 2 value_dim]`, which has both outputs side by side; the
+        second is kept. None, if `out` is."""
         if out is None:
             return None
         first, self.second = out.chunk(2, dim=-1)
         return first
 
     def take_second(self) -> Tensor | None:
-        """The other one."""
+        """The output that `take_first` kept."""
         second, self.second, self.joined = self.second, None, None
         return second

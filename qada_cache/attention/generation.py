@@ -1,4 +1,4 @@
-"""What `generate` of transformers does with a cache, as its frames on the stack say: no argument of a pass tells."""
+"""Reads from the frames of transformers' `generate` on the stack how it uses a cache: no argument of a pass says it."""
 
 import inspect
 import logging
@@ -42,7 +42,7 @@ _asked = _Asked()
 
 
 def find_prompt() -> Prompt:
-    """What `generate`, if it is on the stack, says of the prompt being read. One read by other code is taken for turns.
+    """The prompt that a `generate` on the stack is reading. A prompt that other code reads is taken for turns.
 
     No argument of a forward pass tells: a last chunk looks like a short turn. `generate` says the chunks' size to its
     own `_prefill` alone; the model, its config and the cache never hold it.

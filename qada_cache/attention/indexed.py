@@ -255,7 +255,8 @@ class PickedAttention(LatentAttention):
         return self._merge_heads(out, lse, states) if absorbed else (out, lse)
 
     def _gather(self, row: int, picked: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of a row's tokens `picked`, int64 and ascending, those of a place and their latents `[1, 1, tokens, dim]`."""
+        """Split a row's tokens `picked`, int64 and ascending, by the place that stores them: for each place these
+        tokens and their latents `[1, 1, tokens, dim]`."""
         store, bulk = self.store, self.store.bulk
         length, gone = store.lengths[row], store.flushed[row]
         bounds = torch.tensor([min(gone, store.sinks), gone, length], dtype=torch.int64, device=picked.device)

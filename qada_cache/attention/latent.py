@@ -121,7 +121,7 @@ class LatentLayer(QAdALayer):
         super()._keep_by_options(store)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """As `QAdALayer`. Where no plan is made columns can come as they are needed."""
+        """As `QAdALayer`. A layer without plans adds columns as they are needed."""
         super().lazy_initialization(key_states, value_states)
         if not self.by_plan:
             assert self.store is not None

@@ -48,8 +48,8 @@ class LatentAttention:
         return self._attend_absorbed(rows, states) if absorbed else self._attend_expanded(rows, states)
 
     def attend_adaptively(self) -> Tensor:
-        """What `decode.attend_adaptively` computes of the query, `[batch, heads, queries, value_dim]` in its dtype. All
-        keys of a head have the same bias, which no softmax shows."""
+        """`decode.attend_adaptively` of the query, `[batch, heads, queries, value_dim]` in its dtype. All keys of a
+        head have the same bias, which no softmax shows."""
         states = self.query.states
         absorbed = self._absorb(states).view(*states.shape[:3], -1)
         out = attend_adaptively(self.layer, self.store, replace(self.query, states=absorbed))
@@ -69,7 +69,7 @@ class LatentAttention:
         return ask_projections(self.module, sizes, self.nope, self.store.near_keys)
 
     def _is_cheaper_absorbed(self, past: int, queries: int) -> bool:
-        """By multiplications for a head, of queries that read so many tokens."""
+        """Compare both ways by a head's multiplications, for `queries` queries that read `past` tokens."""
         rank, rope = self.layer.sizes
         expansion = rank * (self.nope + self.value_dim)  # of one token, or of one query's absorption
         asked = 0 if self.by_weight or "projections" in vars(self) else rank * expansion
@@ -96,8 +96,8 @@ class LatentAttention:
         return absorbed.reshape(len(states), 1, -1, absorbed.shape[3]).to(self.store.near_keys.dtype)
 
     def _merge_heads(self, out: Tensor, lse: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """What `attend` returns, from averages of latents `[rows, 1, heads * queries, rank + rope]` and their `lse`, of
-        what `_absorb` made of `states`."""
+        """The outputs of `attend` for queries `states`, from averages of latents `out` `[rows, 1, heads * queries, rank
+        + rope]` and their `lse`, as absorbed queries weigh them."""
         by, shape = self.projections, states.shape[:3]
         found, lse = self._project(out.view(*shape, -1)), lse.view(shape)
         if by.key_bias is not None:

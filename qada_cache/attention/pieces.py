@@ -23,8 +23,8 @@ def count_new(kwargs: dict[str, Any]) -> int:
 def compute_in_pieces(
     compute: Callable[..., Any], decoder: nn.Module, kwargs: dict[str, Any], sizes: Sequence[int], *, held: int
 ) -> Any:
-    """What `compute(**kwargs)`, the decoder's forward on a cache that holds `held` tokens, returns, by one call for
-    each of `sizes`, in tokens; None, with nothing computed, if it is given or asked for more than can be cut."""
+    """Compute `compute(**kwargs)`, the decoder's forward on a cache that holds `held` tokens, by one call for each of
+    `sizes`, in tokens. None, with nothing computed, if an argument or an asked output cannot be cut."""
     tokens, known = count_new(kwargs), {*_SEQUENCES, *CACHE_NAMES, "attention_mask", "position_ids"}
     kwargs = kwargs | {"attention_mask": _find_plain(kwargs, held + tokens)}
     mask, positions = kwargs["attention_mask"], kwargs.get("position_ids")

@@ -58,8 +58,8 @@ def find_text_config(model: PreTrainedModel | None, config: PreTrainedConfig | N
 
 
 def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served. Of a
-    transformers newer than any tested, or without a private name that is read, there is a warning, once."""
+    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served. Warn
+    once of a transformers that is newer than any tested, or that lacks a private name which is read here."""
     missing = find_missing()
     if missing or tuple(map(int, transformers.__version__.split(".")[:2])) > NEWEST:
         lacking = f", which lacks {', '.join(missing)}" if missing else ""
@@ -96,8 +96,8 @@ def warn_of_no_layers(layers: Sequence[Any], config: PreTrainedConfig) -> None:
 def describe_model(
     model: PreTrainedModel | None, config: PreTrainedConfig | None, layers: Sequence[int]
 ) -> ManagedModel:
-    """What a cache that serves these layers, and those that read their keys, knows of its model, of which there may be
-    the config alone. What `find_shard` refuses is refused."""
+    """The `ManagedModel` of a cache that serves these layers and the readers of their keys, from a model or its config
+    alone. NotImplementedError, if `find_shard` refuses the model."""
     decoder = find_text_config(model, config)
     latents = find_latent_sizes(decoder) if layers else None
     readers = {index: owner for index, owner in find_readers(decoder).items() if owner in layers}

@@ -1,4 +1,4 @@
-"""What layers answer whose weights cannot be read: their outputs tell checkpoints apart."""
+"""Tells checkpoints apart by the outputs of layers whose weights cannot be read."""
 
 import hashlib
 from collections.abc import Iterator, Mapping

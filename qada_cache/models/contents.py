@@ -1,4 +1,4 @@
-"""What a model's modules hold: tensors that can be read, other contents, and modules that can only be asked.
+"""Lists what a model's modules hold: tensors that can be read, other contents, and modules that can only be asked.
 
 State dicts say most of it. They do not have weights that are packed into an object, or kept as a plain attribute.
 """
@@ -70,7 +70,7 @@ class Contents:
         return sum(weight.numel() for name, weight in self.weights.items() if name.startswith(f"{path}.")) < _FEWEST
 
     def _take_attributes(self, path: str, prefix: str, module: nn.Module) -> None:
-        """What a module of a stranger's class holds beside its state."""
+        """Add the attributes of a module whose class is unknown here, and its buffers that no state dict has."""
         attributes = {name: value for name, value in vars(module).items() if name not in _COMMON}
         if not module._modules and not module._parameters:
             attributes |= {name: module._buffers[name] for name in module._non_persistent_buffers_set}
@@ -177,7 +177,7 @@ def _has_bytes(value: Any) -> bool:
 
 
 def _list_items(value: Any) -> list[tuple[Any, Any]] | None:
-    """What a container, an object or a function holds, by name; None if it does not show that."""
+    """Names and values that a container, an object or a function holds; None if it does not show them."""
     if isinstance(value, partial):
         return [("func", value.func), *enumerate(value.args), *value.keywords.items()]
     if isinstance(value, MethodType):

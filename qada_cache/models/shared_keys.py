@@ -26,7 +26,7 @@ def find_readers(config: PreTrainedConfig) -> dict[int, int]:
 
 
 def _list_modes(config: PreTrainedConfig, layers: int) -> list[Any]:
-    """Of each layer, whether it reads another's keys; older configs tell how many of the last do."""
+    """For each layer `READS`, if it reads another's keys. Older configs say how many of the last layers do."""
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:
         return list(modes)

@@ -36,7 +36,8 @@ def count_segments(length: int) -> int:
 
 
 def count_closed(length: int) -> int:
-    """Of a bulk of `length` tokens, those of segments that are coded for good: none, if it has no sketch."""
+    """Number of tokens in closed segments, which are coded for good, of a bulk of `length` tokens; 0 without a
+    sketch."""
     return find_segment_start(length) if length >= MIN_TOKENS else 0
 
 
@@ -84,7 +85,7 @@ class Layout:
 
     @property
     def bits(self) -> list[int]:
-        """Of each coded channel."""
+        """The number of bits of each coded channel."""
         return [bits for bits, words in zip(BITS, self.words, strict=True) for _ in range(words * WORD_BITS // bits)]
 
     @property
@@ -116,9 +117,10 @@ def _spread(layout: Layout, values: tuple[float, ...], device: torch.device) -> 
 
 def rotate(values: Tensor, block: int = BLOCK) -> Tensor:
     """`R` of `[..., channels]`: orthonormal Hadamard blocks of `block` channels, a power of two; each its own inverse.
-    By sums and differences of neighbours, then of pairs, then of fours, as all kernels compute it; on a CPU by a
-    product with several blocks at once, which takes a third of the time. The order of its sums depends on how many
-    vectors there are; sums of whole numbers are exact in any, so tokens are decoded to the same bits among any others.
+
+    All kernels compute it by sums and differences of neighbours, then of pairs, then of fours. A product with several
+    blocks at once, on a CPU, takes a third of the time. The order of its sums depends on how many vectors there are.
+    Sums of whole numbers are exact in any order, so tokens are decoded to the same bits among any others.
     """
     if values.device.type == "cpu" and values.dtype == torch.float32:
         channels = values.shape[-1]

@@ -17,7 +17,8 @@ UNREAD_WEIGHT = 0.9
 
 @dataclass(eq=False)
 class Selection:
-    """What each query of a KV head reads and what stands for the rest; `[group, queries]` but for the first."""
+    """The tokens that each query of a KV head reads, and what stands for the rest; `[group, queries]` but for
+    `tokens`."""
 
     tokens: Tensor  # bool `[queries, tokens]`, the tokens that are read
     log_unread: Tensor  # log of the estimated sum of exponentials of the scores of all others, `-inf` without any
@@ -27,12 +28,13 @@ class Selection:
 def find_unreliable(query: Tensor, sketch: Sketch, *, scaling: float) -> Tensor:
     """The queries whose estimates are unreliable, so that they read all: bool `[batch, kv_heads, queries]`.
 
-    Where scores lie far apart few tokens stand out, and what stands out of estimates may be nothing but their error.
-    Its variance is `scaling^2 sum q_i^2 noise_i` on average over tokens: half of it above `UNRELIABLE`, and above
-    `NOISE_SHARE` of the scores' own `scaling^2 sum q_i^2 variances_i`. A share says nothing of the few highest scores:
-    above `HOPELESS * UNRELIABLE`, a deviation of 5.7 nats, errors alone reach from a token that gets all attention to
-    the cut below which none is read. What is not a number, as of scores whose squares exceed float32, is unreliable.
-    Nothing is said of rows that are in no sketch.
+    If scores lie far apart few tokens stand out, and a high estimate may be nothing but its error. The error's variance
+    is `scaling^2 sum q_i^2 noise_i`, on average over tokens. A query is unreliable if half of it is above `UNRELIABLE`,
+    and it is above `NOISE_SHARE` of the scores' own variance, `scaling^2 sum q_i^2 variances_i`. That share says
+    nothing of the few highest scores. So a query is unreliable in any case if half of it is above `HOPELESS *
+    UNRELIABLE`, a deviation of 5.7 nats: errors alone then reach from a token that gets all attention to the cut below
+    which none is read. NaN, as of scores whose squares exceed float32, is unreliable. The result for rows that are in
+    no sketch means nothing.
     """
     square = query.float().square()
     noise, variance = (torch.matmul(square, each[..., None])[..., 0] for each in (sketch.noise, sketch.variances))
@@ -75,7 +77,7 @@ def select_tokens(
 
 
 def estimate_unread(query: Tensor, sketch: Sketch, tilt: Tensor, *, scaling: float) -> Tensor:
-    """What stands for the values of one head's unread tokens: float32 `[..., value_dim]`, for a query `[..., dim]` and
+    """The estimated mean value of one head's unread tokens, float32 `[..., value_dim]`, for a query `[..., dim]` and
     the tilt `[...]` of its `Selection`."""
     along = torch.matmul(query.float() * sketch.slope_units, unpack_slopes(sketch.slopes).float().mT)
     return sketch.mean_value + scaling * tilt.unsqueeze(-1) * along

@@ -1,4 +1,4 @@
-"""What the layers of one cache share: its options, the model served, the progress of a pass."""
+"""State that the layers of one cache share: its options, the model served, the progress of a pass."""
 
 import sys
 from collections.abc import Callable, Hashable, Mapping
@@ -30,7 +30,7 @@ DEFAULT_BITS = 8  # where a kernel reads records
 
 
 class _Range(NamedTuple):
-    """What an option may be: its types, the least and the greatest value, both in words too."""
+    """Allowed values of an option: types, least and greatest value, and both in words for errors."""
 
     kinds: Any
     kind: str
@@ -160,7 +160,7 @@ class ManagedModel:
 
 @dataclass
 class Visit:
-    """What one of transformers' linear layers has done in a pass."""
+    """Writes and calls of one of transformers' linear layers in a pass."""
 
     versions: dict[Hashable, int]  # of its states when the pass came to it (`watched._count_writes`)
     calls: set[Hashable] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What one layer of attention decides and counts for its queries, whosever keys these ask."""
+"""Decisions and counts of one layer of attention for its queries, which may attend to another layer's keys."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ class Asker:
     asks those of an earlier layer, in the same passes, and so sees the same tokens."""
 
     def __init__(self, shared: Shared, index: int, keys_of: int) -> None:
-        """Of the layer `index`, whose queries ask the keys of the layer `keys_of`."""
+        """Layer `index` attends to keys of layer `keys_of`, its own or another's."""
         self.shared, self.index, self.keys_of = shared, index, keys_of
         self.forget()
 

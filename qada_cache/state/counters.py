@@ -1,4 +1,4 @@
-"""What one layer did since the last reset: decisions taken, bytes read, audits."""
+"""Counts of one layer since the last reset: decisions taken, bytes read, audits."""
 
 import itertools
 from dataclasses import dataclass, field, fields

@@ -18,8 +18,8 @@ def _mark_columns(
     total: int, flushed: int, newer: list[int], *, end: int, sinks: int, window: int
 ) -> tuple[list[bytes], list[bytes]]:
     """Masks of the columns that one row's queries find local, and of those that they find pending: a byte per column,
-    `sinks` columns, then `end` recent ones. `newer[i]` is the number of tokens newer than query `i`. Of the row's
-    `total` tokens `flushed` are flushed; the newest is in the last recent column."""
+    `sinks` columns, then `end` recent ones. `newer[i]` is the number of tokens newer than query `i`. The row has
+    `total` tokens, `flushed` of them in the bulk; the newest is in the last recent column."""
     held, first = min(flushed, sinks), end - (total - flushed)  # flushed sinks; the row's first recent column
     far = min(max(first, end - total + sinks), end)  # the first recent column whose token is no sink
     near, none = b"\1" * held + bytes(sinks - held + first) + b"\1" * (far - first), bytes(sinks + far)

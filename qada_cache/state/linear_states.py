@@ -1,4 +1,4 @@
-"""What transformers' linear layers write in a pass, as far as that shows."""
+"""Finds the states that transformers' linear layers write in a pass, as far as writes can be seen."""
 
 from collections.abc import Hashable
 from typing import Any

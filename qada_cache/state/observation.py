@@ -1,4 +1,4 @@
-"""What an observer of a cache is told of one query-adaptive call of one layer."""
+"""Describes one query-adaptive call of one layer to an observer of the cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ..kernels.query_adaptive import Chosen
 
 @dataclass(eq=False)
 class Observation:
-    """What was asked, what heads decided, and what they read. Nobody may write to its tensors.
+    """A call's query, the decisions of heads, and the tokens that they read. Nobody may write to its tensors.
 
     Masses and decisions are `[batch, kv_heads, group, queries]`, masses float32. Tokens of a bulk are counted from the
     first after the sinks, padding left out.

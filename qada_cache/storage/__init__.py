@@ -70,11 +70,11 @@ class TokenStore(NearTokens):
 
     @property
     def sketch(self) -> BulkSketch | None:
-        """What tokens of the bulk are selected by; None: all are read."""
+        """The sketch by which tokens of the bulk are selected; None, if heads read all of them."""
         return self.bulk.sketch if self.selects else None
 
     def find_values(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Those of stored tokens, `[..., value_dim]`."""
+        """Values of stored tokens, `[..., value_dim]`; latents have them in the first channels of their keys."""
         return keys[..., : self.shared_dim] if self.shared_dim else values
 
     @property

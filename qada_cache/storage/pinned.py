@@ -54,7 +54,8 @@ def count_bytes(tensor: Tensor) -> int:
 
 
 def _retire(memory: mmap.mmap, address: int) -> None:
-    """By whichever thread drops the last tensor, in the middle of anything: so it waits for nothing."""
+    """Note memory whose last tensor is gone. Any thread may drop it, in the middle of anything: this waits for
+    nothing."""
     _held.pop(address, None)
     _retired.append(memory)
 

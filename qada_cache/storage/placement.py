@@ -68,11 +68,11 @@ class Placement:
         return sum(each.row_token_bytes for each in placed) + bulk.row_token_bytes <= self.budget * all_layers
 
     def find_staging(self, device: torch.device) -> Staging:
-        """What whole layers pass through on their way to `device`."""
+        """The buffers through which whole layers come to `device`."""
         return self._staging.setdefault(device, Staging(device))
 
     def retry(self, work: Callable[[], Any], device: torch.device) -> Any:
-        """What `work` returns. As often as `device` runs out of memory, a bulk leaves it and `work` is done again."""
+        """Return `work()`. Each time that `device` runs out of memory a bulk leaves it, and `work` is done again."""
         while True:
             try:
                 return work()

@@ -1,4 +1,4 @@
-"""What attention reads of a bulk: the heads that need it, or all of it block by block."""
+"""Reads a bulk for attention: the heads that need it, or all of it block by block."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 def read_parts(bulk: Bulk, whole: list[list[bool]]) -> Iterator[Part]:
-    """What an adaptive call reads of heads that are read whole, as `whole` says of every row and KV head.
+    """All tokens of the heads that an adaptive call reads whole, `whole[row][kv_head]`.
 
     If the bulk is not offloaded, these are views of neighbouring heads. If it is, one head comes at a time.
     """
@@ -69,9 +69,9 @@ def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
 
 
 def read_together(bulk: Bulk) -> Iterator[Part]:
-    """What `tensors` of a bulk hold whose rows are alike, for an exact call, all heads at once: a view, or blocks that
-    are brought and decoded. Computation with one is to be started before the next is asked for, and is all that may
-    write to its `room`."""
+    """The tokens in `tensors` of a bulk whose rows are alike, all heads at once, for an exact call: a view, or blocks
+    that are copied to the device and decoded. Start computation with one block before asking for the next. Only this
+    computation may write to its `room`."""
     rows, heads = slice(0, len(bulk.stored)), slice(0, bulk.tensors[0].shape[1])
     if not bulk.stored[0]:
         return
@@ -96,7 +96,7 @@ def _find_room(keys: Tensor, values: Tensor, span: Span) -> int:
 
 
 def view_beside(bulk: Bulk) -> list[tuple[Tensor, Tensor]]:
-    """What a bulk whose rows are alike has beside `tensors`, as the model made it."""
+    """Keys and values, as the model made them, of tokens that a bulk whose rows are alike holds beside `tensors`."""
     tokens = bulk.lengths[0] - bulk.stored[0]
     return [(bulk.keys[:, :, :tokens], bulk.values[:, :, :tokens])] if tokens else []
 
@@ -117,7 +117,7 @@ def _view(bulk: Bulk, rows: slice, heads: slice, start: int, stop: int, *, coded
 
 
 def _make_part(bulk: Bulk, head: Head, tokens: Span | Tensor, tensors: tuple[Tensor, ...], *, coded: bool) -> Part:
-    """Of what the bulk stores of a head's tokens. Tokens beside it are the bulk's own."""
+    """A part of one head, from its slices `tensors` of what the bulk stores; the bulk adds its tokens beside these."""
     rows, heads = slice(head[0], head[0] + 1), slice(head[1], head[1] + 1)
     keys, values = bulk.decode(rows, heads, tokens, tensors, coded=coded)
     beside_bytes = (keys.shape[2] - tensors[0].shape[2]) * bulk.count_beside_bytes(head[0], coded=coded)

@@ -1,4 +1,4 @@
-"""What a closed segment was coded as, kept when a crop opens it again."""
+"""Codes of a closed segment that a crop opens again: they are kept."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,9 +16,11 @@ from .bulk_sketch import BulkSketch
 
 @dataclass(frozen=True, eq=False)
 class ReopenedSegment:
-    """Of a row's segment the fit, and of its first tokens, those that a crop has left, codes and records. They keep
-    these when it closes, and other tokens are coded under the same fit. If these do not fit it, the segment is coded
-    anew from what is left, once for good. Its tensors are never written: copies of a cache share them."""
+    """The fit of a row's segment, and codes and records of its first tokens, which a crop has left.
+
+    These tokens keep their codes when the segment closes again. Other tokens are coded under the same fit. If they do
+    not fit it, the whole segment is coded anew, once for good. Its tensors are never written: copies of a cache share
+    them."""
 
     sketch: Mapping[str, Tensor]  # `CODES`, `[kv_heads, ...]`
     records: Tensor  # uint8 `[kv_heads, tokens, size]`
@@ -35,7 +37,7 @@ class ReopenedSegment:
         return sum(tensor.nbytes for tensor in (*self.sketch.values(), self.records))
 
     def copy(self, device: torch.device, tokens: int = SEGMENT_TOKENS) -> "ReopenedSegment":
-        """Of its first tokens, at most so many."""
+        """A copy on `device` of its first tokens, at most `tokens`."""
         sketch = {name: part[..., :tokens] if name in TOKENS else part for name, part in self.sketch.items()}
         sketch = {name: part.to(device, copy=True) for name, part in sketch.items()}
         return ReopenedSegment(sketch, self.records[:, :tokens].to(device, copy=True), self.recoded)
@@ -80,7 +82,7 @@ class ReopenedSegment:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a file keeps, by name."""
+        """Tensors and flags that a file keeps, by name."""
         return {**self.sketch, "records": self.records, "recoded": self.recoded}
 
 

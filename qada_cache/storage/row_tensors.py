@@ -80,7 +80,7 @@ class RowTensors(Versioned):
         return 0.0 if self.device.type in REPLAYING else self.layer * GOLDEN % 1.0
 
     def _find_granule(self, tokens: int) -> int:
-        """What a row that holds so many tokens has room for is a multiple of it, where steps are replays."""
+        """Tokens of which a row's capacity is a multiple, if steps are replayed by a graph and it holds `tokens`."""
         doubled = GRANULE << ((tokens - 1) // GRANULE).bit_length()
         return max(min(doubled, GRANULES * GRANULE), doubled // 32)
 
@@ -109,12 +109,12 @@ class RowTensors(Versioned):
         return not self.placement.has_room(self, rows * capacity * self.row_token_bytes)
 
     def clip_stored(self, row: int, start: int, stop: int) -> slice:
-        """Of a row's tokens `start..stop` those in `tensors`."""
+        """The part of a row's tokens `start..stop` that `tensors` hold."""
         return slice(min(start, self.stored[row]), min(stop, self.stored[row]))
 
     @property
     def lent_bytes(self) -> int:
-        """Of the tensors `beside`, bytes that copies have as well."""
+        """Bytes of the tensors `beside` that copies of the cache share."""
         return 0
 
     @property
@@ -124,7 +124,7 @@ class RowTensors(Versioned):
 
     @property
     def values(self) -> Tensor:
-        """Likewise values."""
+        """Values as the model made them, `[batch, kv_heads, *, value_dim]`."""
         return self.tensors[1]
 
     @property
@@ -159,7 +159,7 @@ class RowTensors(Versioned):
 
     @property
     def shared_bytes(self) -> int:
-        """Of these, bytes still in `source`."""
+        """Bytes of rows that are still in `source`."""
         return sum(map(min, self.unwritten, self.stored)) * self.row_token_bytes
 
     @property

@@ -57,9 +57,8 @@ class Staging:
         self._turn = 0
 
     def bring(self, bulk: "Bulk", spans: list[Span]) -> Iterator[tuple[Span, tuple[Tensor, ...]]]:
-        """What `tensors` have of these spans, all rows and heads. While one is used the next one is on its way, after
-        the last one the first of the cache's next bulk. Computation with one is to be started before the next is asked
-        for."""
+        """Spans of `tensors`, all rows and heads, on the device. While one is used the next one is copied; after the
+        last one, the first of the cache's next bulk. Start computation with one before asking for the next."""
         ahead, self._ahead = self._ahead, None
         for index, span in enumerate(spans):
             copy = ahead
@@ -105,7 +104,8 @@ class Staging:
 
 
 def _plan(tensor: Tensor, span: Span) -> tuple[Tensor, slice]:
-    """What to copy of `[batch, kv_heads, capacity, *]` for a span of tokens, and where these are in it."""
+    """The part of `tensor` `[batch, kv_heads, capacity, *]` to copy for a span of tokens, and their place in the
+    copy."""
     unused = tensor.shape[2] - (span[1] - span[0])
     if tensor.is_contiguous() and unused * tensor.shape[3] * tensor.element_size() <= COPY_BYTES:
         return tensor, slice(*span)

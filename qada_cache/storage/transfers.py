@@ -63,8 +63,8 @@ def _find_side_stream(device: torch.device, direction: str) -> Any:
 
 
 class AsyncCopy:
-    """What a bulk stores of tokens of a head, `[1, 1, tokens, *]`, on the device, or on its way: to be read after
-    `wait`."""
+    """A bulk's tensors of some tokens of a head, `[1, 1, tokens, *]`, on the device or on their way to it. Read them
+    after `wait`."""
 
     def __init__(self, tensors: tuple[Tensor, ...], event: Any = None) -> None:
         self.tensors, self._event = tensors, event
