@@ -89,7 +89,7 @@ def sample(model: PreTrainedModel) -> list[str]:
     if adapters := list_adapters(model):
         sampled.append((b"adapters", json.dumps(adapters).encode()))
     if model not in _samples or _samples[model][0] != sampled:
-        _samples[model] = sampled, _digest(sampled)
+        _samples[model] = sampled, _digest_contents(sampled)
     return _samples[model][1]
 
 
@@ -141,6 +141,6 @@ def _read_values(weights: dict[str, Tensor]) -> list[_Content]:
     ]
 
 
-def _digest(contents: list[_Content]) -> list[str]:
+def _digest_contents(contents: list[_Content]) -> list[str]:
     """One string a content: the first 8 hex digits of the SHA-256 of each part."""
     return ["".join(hashlib.sha256(part).hexdigest()[:8] for part in content if part) for content in contents]

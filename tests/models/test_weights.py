@@ -24,13 +24,13 @@ from qada_cache.versions import pass_cache
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many weights were digested each time, while the test runs."""
     reads: list[int] = []
-    original = identity._digest
+    original = identity._digest_contents
 
     def counting(given: list[tuple[bytes, bytes]]) -> list[str]:
         reads.append(len(given))
         return original(given)
 
-    monkeypatch.setattr(identity, "_digest", counting)
+    monkeypatch.setattr(identity, "_digest_contents", counting)
     monkeypatch.setattr(defaults, "_remembered", {})
     return reads
 
