@@ -1,4 +1,4 @@
-"""The commands of `qada`, of arguments that were read."""
+"""The commands of `qada`, as functions of parsed arguments."""
 
 import argparse
 import shutil
@@ -19,7 +19,7 @@ from .tuning import measuring, prompts
 
 
 def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
-    """Model and tokenizer; ValueError, if the model has fewer positions than these options take together."""
+    """Model and tokenizer; ValueError, if the options named in `tokens` add up to more than the model's positions."""
     given = {name: getattr(options, name) for name in ("dtype", "device_map", "revision", "trust_remote_code")}
     model, tokenizer = load_model(options.model, **given)
     longest, together = count_positions(model), sum(getattr(options, name) for name in tokens)
@@ -68,18 +68,18 @@ def measure_profile(options: argparse.Namespace) -> None:
     ids = make_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
     if (asked := QAdACache(model, **cache).options).tuned:
         print(f"QAdACache takes the setting that qada tune kept: {tuned_choice.describe(asked)}")
-    found = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
-    _print_table([each.summarize() for each in found])
+    profiles = profile.profile(model, ids, new_tokens=options.new_tokens, chunk=options.chunk, **cache)
+    _print_table([each.summarize() for each in profiles])
     if options.layers:
-        _print_table(profile.make_layer_table(found))
+        _print_table(profile.make_layer_table(profiles))
     if options.out:
-        profile.write_tokens(found, options.out)
+        profile.write_tokens(profiles, options.out)
     if options.plot:
-        profile.plot(found, options.plot)
+        profile.plot(profiles, options.plot)
 
 
 def _read_cache_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Those of QAdACache that were given."""
+    """The keywords of QAdACache that the user gave."""
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold", "tuned")}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -108,25 +108,25 @@ def choose_setting(options: argparse.Namespace) -> int:
     prepare(model, tokenizer)
     if options.prefill:
         prompts.check_selects(model, pieces[0][0].prompt)
-    found = tuning.tune(model, *pieces, budget)
-    _print_table(tuning.make_rows(found), *tuning.write_sentences(found))
-    read = prompts.tune_prompts(model, *pieces, options.kl) if options.prefill else None
-    if read is not None:
-        _print_table(prompts.make_table(read), *prompts.write_sentences(read))
-    status = _keep_choice(options.model, model, found, read)
-    if options.plot:  # last: a disk that is full is not to cost what took minutes to measure
-        tuning.plot(found, options.plot)
+    outcome = tuning.tune(model, *pieces, budget)
+    _print_table(tuning.make_rows(outcome), *tuning.write_sentences(outcome))
+    prefill = prompts.tune_prompts(model, *pieces, options.kl) if options.prefill else None
+    if prefill is not None:
+        _print_table(prompts.make_table(prefill), *prompts.write_sentences(prefill))
+    status = _keep_choice(options.model, model, outcome, prefill)
+    if options.plot:  # last: a full disk must not lose a choice that took minutes to measure
+        tuning.plot(outcome, options.plot)
     return status
 
 
-def _keep_choice(name: str, model: Any, found: tuning.Outcome, read: prompts.PromptOutcome | None) -> int:
-    """Keep what was chosen for the model of this name, and say so; 1, if nothing was kept."""
+def _keep_choice(name: str, model: Any, outcome: tuning.Outcome, prefill: prompts.PromptOutcome | None) -> int:
+    """Save the setting that was chosen for the model of this name, and print where; 1, if nothing was saved."""
     by_hand = "A setting of a table can be given by hand: QAdACache(model, token_threshold=..., threshold=...)"
-    if not found.confirmed:
+    if not outcome.confirmed:
         print(f"Nothing was kept. {by_hand}")
         return 1
     try:
-        path = tuning.keep(model, found, read)
+        path = tuning.keep(model, outcome, prefill)
     except (OSError, LookupError) as error:  # a failure after minutes of measuring is no user error
         print(f"The choice cannot be kept ({error}). {by_hand}")
         return 1
@@ -143,7 +143,7 @@ def make_serve_folder(options: argparse.Namespace) -> None:
     options.model = str(options.out)
     try:
         prepare(*_load(options))
-    except BaseException:  # an interruption as well: there is to be no folder in the way of the next try
+    except BaseException:  # an interruption, too: a folder that is left would make the next try fail
         shutil.rmtree(options.out)
         raise
     print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
@@ -158,8 +158,8 @@ def manage_store(options: argparse.Namespace) -> int:
         raise ValueError("drop takes the IDs that `qada store list` prints, or --all")
     try:
         if options.action == "drop":
-            known = {each.id for each in store.prompts()}
-            if missing := set(options.ids) - known:
+            stored = {each.id for each in store.prompts()}
+            if missing := set(options.ids) - stored:
                 raise ValueError(f"there are no stored prompts {', '.join(sorted(missing))}: see `qada store list`")
             print(f"removed {store.drop(None if options.all else options.ids)} files")
             return 0
@@ -167,11 +167,11 @@ def manage_store(options: argparse.Namespace) -> int:
             whole, wrong = store.verify()
             print(*wrong, f"{whole} files are whole, {len(wrong)} were not", sep="\n")
             return int(bool(wrong))
-        found = store.prompts()
+        prompts_in_store = store.prompts()
     except FileNotFoundError:
-        found = []
-    if found:
-        _print_table([each.make_row() for each in found])
+        prompts_in_store = []
+    if prompts_in_store:
+        _print_table([each.make_row() for each in prompts_in_store])
     else:
         print("no stored prompts")
     return 0

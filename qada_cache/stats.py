@@ -130,12 +130,12 @@ class CacheStats:
 
 
 def _average(shares: Tensor) -> float:
-    """Of those that are known."""
+    """The mean of the shares that are not nan."""
     return shares[~shares.isnan()].mean().item()
 
 
 def is_on_device(layer: QAdALayer, bulk: Bulk) -> bool:
-    """Whether a layer's bulk counts as the device's."""
+    """Whether the bytes of a layer's bulk count as `device_bytes`."""
     return bulk.placed or not layer.options.offloading
 
 
@@ -151,9 +151,9 @@ def count_layer_bytes(layer: Any) -> tuple[int, int]:
             counted += store.bulk.beside
             counted += {id(each): each for segments in store.bulk.reopened for each in segments}.values()
             on_host = 0 if on_device else store.bulk.nbytes
-    held = [value for holder in holders if holder is not None for value in vars(holder).values()]
-    held += [state for value in held if isinstance(value, dict) for state in value.values()]  # of linear layers
-    counted += [value for value in held if isinstance(value, Tensor)]
+    values = [value for holder in holders if holder is not None for value in vars(holder).values()]
+    values += [state for value in values if isinstance(value, dict) for state in value.values()]  # of linear layers
+    counted += [value for value in values if isinstance(value, Tensor)]
     return sum(each.nbytes for each in counted if each is not None), on_host
 
 
@@ -169,26 +169,26 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     together, and get the shares of all heads, and sums of bytes and audits."""
     ours = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
     askers = sorted((asker for layer in ours for asker in layer.askers), key=attrgetter("index"))
-    counted = [asker.counters.record for asker in askers]  # before bytes: it sums what is held
+    counted = [asker.counters.record for asker in askers]  # before bytes: reading `record` sums up counters
 
     def share(name: str) -> Tensor:
-        found = [each[name].flatten().cpu().float() / each["decisions"] for each in counted if each[name] is not None]
-        if not found:
+        shares = [each[name].flatten().cpu().float() / each["decisions"] for each in counted if each[name] is not None]
+        if not shares:
             return shard.gather_queries(torch.full((len(askers), 1), math.nan, dtype=torch.float32, device="cpu"), 1)
-        most = max(map(len, found))
-        return shard.gather_queries(torch.stack([pad(row, (0, most - len(row)), value=math.nan) for row in found]), 1)
+        most = max(map(len, shares))
+        return shard.gather_queries(torch.stack([pad(row, (0, most - len(row)), value=math.nan) for row in shares]), 1)
 
     on_device, on_host = count_bytes(cache)
     moments = {layer.options.other_moments for layer in ours}
     bulks = [(layer, layer.store.bulk) for layer in ours if layer.store is not None]
-    held = {
+    sums = {
         "device_bytes": on_device + sum(each.device_bytes for each in moments if each is not None),
         "host_bytes": on_host,
         "shared_bytes": sum(bulk.shared_bytes + bulk.lent_bytes for _, bulk in bulks),
         **{name: sum(int(each[name]) for each in counted) for name in _READ},
     }
     summed = (
-        shard.gather_queries(torch.tensor([list(held.values())], dtype=torch.int64, device="cpu"), 0)
+        shard.gather_queries(torch.tensor([list(sums.values())], dtype=torch.int64, device="cpu"), 0)
         .sum(dim=0)
         .tolist()
     )
@@ -200,7 +200,7 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         decisions=max((each["decisions"] for each in counted), default=0),
         tokens=cache.get_seq_length() if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0,
         device_layers=sum(bulk.capacity > 0 and is_on_device(layer, bulk) for layer, bulk in bulks),
-        **dict(zip(held, summed, strict=True)),
+        **dict(zip(sums, summed, strict=True)),
         audit=_audit(counted, shard),
     )
 
@@ -219,7 +219,7 @@ def _audit(counted: list[dict[str, Any]], shard: HeadShard) -> AuditStats | None
 
 
 def describe_stats(cache: DynamicCache, options: Options, model_type: str) -> str:
-    """A cache in one line."""
+    """The `repr` of a cache: one line."""
     criterion = options.criterion if isinstance(options.criterion, str) else "static heads"
     other = [] if options.other_moments is None else [f"of {options.other_moments.prompt}"]
     moments = " and ".join(["current"] * options.current_moments + other) or "none"

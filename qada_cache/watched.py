@@ -26,7 +26,7 @@ class WatchedCache(NoTensors, DynamicCache):
 
     A pass comes to the layers in order: between passes `reached` is the last layer. A layer of keys makes one call in
     it. A linear layer makes several, and writes to its states in them, or in place between them. Its last write is no
-    call, so the last layer is held against earlier ones of its kind (`_finish_pass`).
+    call, so the last layer's writes are compared with those of earlier layers of its kind (`_finish_pass`).
     """
 
     _shared: Shared
@@ -76,7 +76,7 @@ class WatchedCache(NoTensors, DynamicCache):
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Logical tokens held, padding included. `generate` asks, and whether it then uses the cache is watched."""
+        """The count of logical tokens, padding included. A call by `generate` is noted: it has to use the cache."""
         length = super().get_seq_length(layer_idx)
         if not layer_idx and not torch.compiler.is_compiling():
             generation.note_asked(self, length)
@@ -87,38 +87,38 @@ class WatchedCache(NoTensors, DynamicCache):
         `crop` to go back there. Nothing is kept if all layers can be cropped, if none is ours, or if states are
         forgotten anyway."""
         ours = [layer for layer in self.layers if isinstance(layer, QAdALayer)]
-        known = self._shared.snapshots is not None or forgets_states(self._shared.model.config)
-        if not ours or len(ours) == len(self.layers) or known:
+        needless = self._shared.snapshots is not None or forgets_states(self._shared.model.config)
+        if not ours or len(ours) == len(self.layers) or needless:
             return
         self._shared.snapshots = Snapshots(max(every, self._shared.options.window + 1))
         if (model := self._shared.model.get()) is not None and not decoder_forward.is_taken(model):
             decoder_forward.put_before(model)
 
     def find_last_beginning(self, tokens: int) -> int:
-        """The longest beginning of at most `tokens` that `crop` can go back to."""
+        """The most tokens, at most `tokens`, to which `crop` can go back."""
         if all(isinstance(layer, QAdALayer) for layer in self.layers) or tokens == self._count_tokens():
             return tokens
-        kept = [] if self._shared.snapshots is None else self._shared.snapshots.kept
-        return max((snapshot.tokens for snapshot in kept if snapshot.tokens <= tokens), default=0)
+        snapshots = [] if self._shared.snapshots is None else self._shared.snapshots.kept
+        return max((snapshot.tokens for snapshot in snapshots if snapshot.tokens <= tokens), default=0)
 
     def take_snapshots(self) -> list[Snapshot]:
-        """Those that are kept, and one of now. None of an empty cache, or if all layers can be cropped."""
+        """The kept snapshots, and one of now; empty if the cache is, or if all layers can be cropped."""
         self._check_whole()
-        tokens, kept = self._count_tokens(), self._shared.snapshots
+        tokens, snapshots = self._count_tokens(), self._shared.snapshots
         if not tokens or all(isinstance(layer, QAdALayer) for layer in self.layers):
             return []
-        before = [] if kept is None else [snapshot for snapshot in kept.kept if snapshot.tokens < tokens]
-        return [*before, Snapshot.take(self.layers, tokens)]
+        earlier = [] if snapshots is None else [each for each in snapshots.kept if each.tokens < tokens]
+        return [*earlier, Snapshot.take(self.layers, tokens)]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen. Other layers than
         ours go back to a snapshot, if one was kept there; empty ones refuse any crop, and are left as they are."""
-        tokens, kept = check_crop(tokens_to_remove), self._shared.snapshots
-        there = None if kept is None or not tokens else kept.find(self._count_tokens() + tokens)
-        others = (lambda layer, _: crop_layer(layer, tokens)) if there is None else there.restore
+        tokens, snapshots = check_crop(tokens_to_remove), self._shared.snapshots
+        snapshot = None if snapshots is None or not tokens else snapshots.find(self._count_tokens() + tokens)
+        others = (lambda layer, _: crop_layer(layer, tokens)) if snapshot is None else snapshot.restore
         self._change("crop", lambda layer: layer.crop(tokens), others)
-        if kept is not None:
-            kept.forget_behind(self._count_tokens())
+        if snapshots is not None:
+            snapshots.forget_behind(self._count_tokens())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `i` becomes the old row `beam_idx[i]` (beam search)."""
@@ -143,21 +143,21 @@ class WatchedCache(NoTensors, DynamicCache):
         super().reset()
         self._shared.progress = Progress()
         self._shared.rope_deltas.held = None
-        if (kept := self._shared.snapshots) is not None:
-            self._shared.snapshots = Snapshots(kept.every)
+        if (snapshots := self._shared.snapshots) is not None:
+            self._shared.snapshots = Snapshots(snapshots.every)
 
     def _read_in_pieces(self, compute: Callable[..., Any], decoder: nn.Module, kwargs: dict[str, Any]) -> Any:
-        """What the decoder's `compute(**kwargs)` returns, in passes between which snapshots are taken; None if it is to
-        be one pass, as it is where a second one would read otherwise. In few bits there are two: what the first has
-        coded the second reads, as another turn does."""
-        kept, options = self._shared.snapshots, self._shared.options
-        if kept is None or options.prefill_threshold or (new := count_new(kwargs)) <= kept.every:
+        """The decoder's output, `compute(**kwargs)`, in passes between which snapshots are taken. None, if one pass is
+        due: few new tokens, or a `prefill_threshold`, by which a later pass would read other tokens. In few bits there
+        are at most two passes: the second reads what the first has coded, as a later turn does."""
+        snapshots, options = self._shared.snapshots, self._shared.options
+        if snapshots is None or options.prefill_threshold or (new := count_new(kwargs)) <= snapshots.every:
             return None
-        sizes = kept.plan(new, options.window + 1)
+        sizes = snapshots.plan(new, options.window + 1)
         if options.codes_tokens:
             sizes = [size for size in (sum(sizes[:-1]), sizes[-1]) if size]
-        held = self._count_tokens()
-        return compute_in_pieces(compute, decoder, kwargs, sizes, held=held) if len(sizes) > 1 else None
+        past = self._count_tokens()
+        return compute_in_pieces(compute, decoder, kwargs, sizes, held=past) if len(sizes) > 1 else None
 
     def _count_tokens(self) -> int:
         """Logical tokens of our layers, or of the first one that counts any; 0, if none does."""
@@ -243,8 +243,8 @@ class WatchedCache(NoTensors, DynamicCache):
             index = find_selected_rows(verb, argument, rows)
             self._shared.rope_deltas.select_rows(index, rows)
             # The one verb of rows that every kind of transformers' layers has.
-            there = torch.tensor(index, dtype=torch.long, device="cpu")
-            self._change(verb, lambda layer: layer.select_rows(index), lambda layer, _: layer.reorder_cache(there))
+            order = torch.tensor(index, dtype=torch.long, device="cpu")
+            self._change(verb, lambda layer: layer.select_rows(index), lambda layer, _: layer.reorder_cache(order))
             if self._shared.snapshots is not None:
                 self._shared.snapshots.kept.clear()
 
@@ -264,7 +264,7 @@ class WatchedCache(NoTensors, DynamicCache):
         self._shared.progress.changing = ""
 
     def _count_rows(self) -> int:
-        """The rows held; 0 if there are none, or nothing is held yet."""
+        """The number of rows; 0 if the cache is empty."""
         if bulks := self._list_bulks():
             return len(bulks[0].lengths)
         held = (each for layer in self.layers for each in (getattr(layer, "keys", None), *list_states(layer).values()))

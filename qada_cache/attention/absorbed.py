@@ -1,7 +1,7 @@
 """Absorbed queries of latent attention, and the latents of a layer's storage, part by part.
 
-All heads' queries meet one key, whose first channels are the value: by a kernel of their own, which decodes latents of
-few bits where it uses them; else by torch's operations.
+All heads' queries attend to one key, whose first channels are the value. A kernel for latents does so, and decodes
+those in few bits as it reads them. Without a kernel torch does.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,39 +21,40 @@ Part = tuple[slice, Tensor, Tensor, int]
 def attend_to_parts(
     store: TokenStore, rows: slice, queries: Tensor, rank: int, *, scaling: float, kernels: str
 ) -> Iterator[Part]:
-    """Of queries `[rows, 1, queries, dim]` to all tokens of rows alike: which of these rows a part is of, its `out`
-    `[.., 1, queries, rank]` and `lse` as `partial_attention` returns them, and the bytes that were read of the bulk."""
+    """Attention of `queries` `[rows, 1, queries, dim]` to all tokens of rows of equal length, part by part. Yields the
+    part's slice of these rows, its `out` `[part's rows, 1, queries, rank]` and `lse`, as of
+    `partial_attention`, and the bytes of the bulk that were read."""
 
     every, bulk, tokens = slice(0, rows.stop - rows.start), store.bulk, store.lengths[rows.start]
 
     def attend(at: slice, latents: Tensor) -> tuple[Tensor, Tensor]:
         if kernels != "torch" and compiled.serves_latents(queries, latents, rank, tokens):
             layout = store.record_layout
-            found = compiled.attend_latents(queries[at], latents, rank, scaling=scaling, layout=layout)
-            if found is not None:
-                return found
+            partial = compiled.attend_latents(queries[at], latents, rank, scaling=scaling, layout=layout)
+            if partial is not None:
+                return partial
         return attend_to_latents(queries[at], latents, rank, scaling=scaling, kernels=kernels)
 
     for keys, _ in store.view_near(rows):
         yield every, *attend(every, keys), 0
-    found = None
+    partial = None
     if kernels != "torch" and isinstance(bulk, CodedBulk):
-        found = _attend_to_records(bulk, rows, queries, rank, scaling, kernels)
-    if found is None:
+        partial = _attend_to_records(bulk, rows, queries, rank, scaling, kernels)
+    if partial is None:
         for part in stream(bulk, rows):
             at = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
             yield at, *attend(at, part.keys), part.bulk_read_bytes
         return
     stored = bulk.stored[rows.start]
-    beside = bulk.lengths[rows.start] - stored
-    yield every, *found, every.stop * stored * bulk.stored_token_bytes
-    yield every, *attend(every, bulk.keys[rows, :, :beside]), every.stop * beside * bulk.token_bytes
+    uncoded = bulk.lengths[rows.start] - stored
+    yield every, *partial, every.stop * stored * bulk.stored_token_bytes
+    yield every, *attend(every, bulk.keys[rows, :, :uncoded]), every.stop * uncoded * bulk.token_bytes
 
 
 def _attend_to_records(
     bulk: CodedBulk, rows: slice, queries: Tensor, rank: int, scaling: float, kernels: str
 ) -> tuple[Tensor, Tensor] | None:
-    """Of queries to the tokens of closed segments; None without a kernel, or without any."""
+    """`out` and `lse` of queries to the tokens of closed segments; None without a kernel, or without such tokens."""
     records, stored = bulk.records, bulk.stored[rows.start]
     if records is None or not stored or bulk.offloaded:
         return None
@@ -64,7 +65,7 @@ def _attend_to_records(
         kernel = find_recorded_attention(queries, bulk.keys, rank, kernels, *layouts)
     if kernel is None:
         return None
-    sketch = bulk.sketch.tensors.map(lambda held: held[rows])
+    sketch = bulk.sketch.tensors.map(lambda tensor: tensor[rows])
     segments = count_segments(bulk.sketch.count_coded(bulk.lengths[rows.start]))
-    held = records.tensor[rows, :, :stored]
-    return kernel(queries, held, sketch, records.weights, records.layout, rank, scaling=scaling, segments=segments)
+    coded = records.tensor[rows, :, :stored]
+    return kernel(queries, coded, sketch, records.weights, records.layout, rank, scaling=scaling, segments=segments)

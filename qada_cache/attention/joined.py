@@ -1,5 +1,5 @@
-"""Exact attention of many queries over few long parts, all heads at once: on a GPU launches, and on a CPU merges of
-parts, take longer than what they compute."""
+"""Exact attention of many queries over few long parts, all heads at once. With many short parts, launches on a GPU and
+merges on a CPU would take longer than the attention."""
 
 from torch import Tensor
 
@@ -13,13 +13,13 @@ from ..storage import TokenStore
 from ..storage.reading import read_together, view_beside
 from .latent import LatentLayer
 
-DEVICES = ("cuda",)  # where launches do
-# Keys and values of a layer, up to which a copy of all takes less than a call of attention and a merge more.
+DEVICES = ("cuda",)  # types of devices on which launches take longer
+# Bytes of a layer's keys and values. Up to this size, to copy all costs less than another attention call and a merge.
 JOINED_BYTES = 1 << 26
 
 
 def can_join(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> bool:
-    """Whether `attend_to_joined` computes this call of `attend_exactly`: rows alike, and no mask but the causal one."""
+    """Whether `attend_to_joined` computes this call of `attend_exactly`: rows of equal length, and a causal mask."""
     if isinstance(layer, LatentLayer):
         return False
     if key.device.type not in DEVICES and not _is_by_cpu(layer, query.states, value, max(store.lengths)):
@@ -30,38 +30,38 @@ def can_join(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: 
 
 
 def _is_by_cpu(layer: Asker, states: Tensor, value: Tensor, past: int) -> bool:
-    """Whether the CPU's kernel for prompts is to take queries `[batch, heads, queries, dim]` behind so many tokens."""
+    """Whether the CPU's prompt kernel computes queries `[batch, heads, queries, dim]` behind `past` tokens."""
     queries, sizes = states.shape[2], (states.shape[3], value.shape[3], states.dtype)
     long = queries >= prompt.MIN_QUERIES and past + queries >= prompt.MIN_TOKENS
-    there = states.is_cpu and long and layer.options.kernels != "torch" and prompt.serves_sizes(*sizes)
-    return there and prompt.build(*sizes) is not None
+    served = states.is_cpu and long and layer.options.kernels != "torch" and prompt.serves_sizes(*sizes)
+    return served and prompt.build(*sizes) is not None
 
 
 def attend_to_joined(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: Tensor) -> Tensor:
-    """As `exact.attend_exactly`, for the calls that this serves. `out` of torch's operator is rounded to the query's
-    dtype, and merged in float32."""
-    bulk, states, found, kernels = store.bulk, query.states, None, layer.options.kernels
-    own = [*store.view_joined(), *view_beside(bulk), (key, value)]  # what is still to be read, the new tokens last
+    """Attention's output `[batch, heads, queries, value_dim]`, as of `exact.attend_exactly`. `out` of each part is
+    rounded to the query's dtype by torch's operator, and merged in float32."""
+    bulk, states, merged, kernels = store.bulk, query.states, None, layer.options.kernels
+    unread = [*store.view_joined(), *view_beside(bulk), (key, value)]  # outside `bulk.tensors`, the new tokens last
     beside_bytes = len(states) * bulk.tensors[0].shape[1] * (bulk.lengths[0] - bulk.stored[0]) * bulk.token_bytes
     layer.counters.streamed_bytes += beside_bytes
     joins = len(states) * key.shape[1] * bulk.stored[0] * bulk.token_bytes <= JOINED_BYTES
     for part in read_together(bulk):
         layer.counters.streamed_bytes += part.bulk_read_bytes
-        held, causal, room = (part.keys, part.values), False, part.room if states.device.type in DEVICES else 0
-        if own and (room >= sum(each.shape[2] for each, _ in own) or joins):
-            held, own, causal = _join([held, *own], room, kernels), [], True
-        now = attend_to_all(states, *held, scaling=query.scaling, causal=causal)
-        found = now if found is None else _merge(found, now)
-    if own:
-        last = attend_to_all(states, *_join(own, 0, kernels), scaling=query.scaling, causal=True)
-        found = last if found is None else _merge(found, last)
-    assert found is not None
-    return found[0].to(states.dtype)
+        tokens, causal, room = (part.keys, part.values), False, part.room if states.device.type in DEVICES else 0
+        if unread and (room >= sum(each.shape[2] for each, _ in unread) or joins):
+            tokens, unread, causal = _join([tokens, *unread], room, kernels), [], True
+        partial = attend_to_all(states, *tokens, scaling=query.scaling, causal=causal)
+        merged = partial if merged is None else _merge(merged, partial)
+    if unread:
+        partial = attend_to_all(states, *_join(unread, 0, kernels), scaling=query.scaling, causal=True)
+        merged = partial if merged is None else _merge(merged, partial)
+    assert merged is not None
+    return merged[0].to(states.dtype)
 
 
 def _join(parts: list[tuple[Tensor, Tensor]], room: int, kernels: str) -> tuple[Tensor, Tensor]:
-    """Keys and values `[batch, kv_heads, tokens, *]` one behind the other: behind the first ones, where there is `room`
-    for so many more tokens."""
+    """Concatenated keys, and values, `[batch, kv_heads, tokens, *]`: in place behind the first part, if memory behind
+    it has `room` (tokens) for the others, else in new tensors."""
     if len(parts) == 1:
         return parts[0]
     sizes = [keys.shape[2] for keys, _ in parts]

@@ -34,25 +34,25 @@ PROBE_TOKENS = 4
 SHORTEST_PREFIX = 256
 CHUNK_TOKENS = 512  # of one forward pass
 LONGEST_SPREAD = 131072  # longer bulks get the moments of this one
-# Of an error of values, beside one of scores that turns a value as far: chosen on a text of one model written as latent
-# attention, and tried on a second.
+# Weight of an error of values, relative to an error of scores that changes the output as much. Chosen on a text of one
+# model that was converted to latent attention, and tried on a second.
 VALUE_WEIGHT = 4.0
-LEFT = "with functions"  # of an origin: those that took part beside the weights, see `make_plain`
+LEFT = "with functions"  # key of `KeyMoments.origin`: names of functions that the copy still calls, see `make_plain`
 
 
 class QueryEnergies:
-    """The mean square of every channel of the queries that ask a layer's keys, gathered while a model reads; an
-    observer of `observe_queries`."""
+    """Accumulates the mean square of each channel of the queries that attend to a layer's keys, during a forward pass;
+    an observer of `observe_queries`."""
 
     def __init__(self, readers: Mapping[int, int]) -> None:
-        """`readers` as of `find_readers`: their queries ask the keys of others."""
+        """`readers`, of `find_readers`: by layer, the layer whose keys its queries attend to."""
         self.readers = readers
         self.sums: dict[int, Tensor] = {}
         self.tokens: Counter[int] = Counter()
-        self.values: dict[int, tuple[Tensor, float]] = {}  # of latents, as of `observe_queries`
+        self.values: dict[int, tuple[Tensor, float]] = {}  # of layers of latents, see `observe_queries`
 
     def __call__(self, layer: int, query: Tensor) -> None:
-        """Take in a layer's queries `[batch, heads, tokens, dim]`."""
+        """Add a layer's queries `[batch, heads, tokens, dim]`."""
         squares = query.detach().float().square().sum(dim=(0, 2)).cpu().double()  # [heads, dim]
         layer = self.readers.get(layer, layer)
         self.sums[layer] = squares + self.sums.get(layer, 0)
@@ -61,17 +61,19 @@ class QueryEnergies:
     def gather(
         self, keys: dict[int, Tensor], layers: int, rotations: dict[int, Rotation], shard: HeadShard
     ) -> Tensor | None:
-        """Energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary pair.
-        None if the queries of a layer that has `keys` were not seen, or are of other heads. Of latents `[layers, 2,
-        dim]`: channels are values as well, so that an error `e` turns a score by `scaling q e`, and a value by its
-        share of values. The second row has what both count, as energies."""
+        """Query energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary
+        pair. None if the queries of a layer that has `keys` were not observed, or do not fit its heads.
+
+        Of latents `[layers, 2, dim]`. Row 0 are the query energies. Channels of latents are values, too, so an error
+        `e` of a channel changes a score by `scaling q e`, and the output by its share of the values. Row 1 weighs both,
+        in units of energies."""
         most, widest = _find_greatest(keys)
         energies = torch.zeros(layers, (1 + bool(self.values)) * most, widest, dtype=torch.float32, device="cpu")
         seen = [index for index in keys.keys() & self.sums.keys() if self._fit(index, keys[index])]
         if not shard.holds_everywhere(len(seen) == len(keys)):
             return None
-        for index, kept in keys.items():  # in all processes in one order
-            _, heads, _, dim = kept.shape
+        for index, layer_keys in keys.items():  # in the same order in all processes
+            _, heads, _, dim = layer_keys.shape
             mean = (self.sums[index] / self.tokens[index]).unflatten(0, (heads, -1)).mean(dim=1)
             mean = shard.average_queries(mean)
             _, partners = rotations.get(index, Rotation(dim)).by_dim
@@ -79,13 +81,13 @@ class QueryEnergies:
             if index in self.values:
                 norms, scaling = self.values[index]
                 norms = shard.average_queries(norms)
-                spread = kept[..., : len(norms)].double().flatten(0, 2).var(dim=0, correction=0)
+                variances = layer_keys[..., : len(norms)].double().flatten(0, 2).var(dim=0, correction=0)
                 energies[index, 1] = energies[index, 0]
-                energies[index, 1, : len(norms)] += VALUE_WEIGHT * norms / (scaling**2 * (norms @ spread))
+                energies[index, 1, : len(norms)] += VALUE_WEIGHT * norms / (scaling**2 * (norms @ variances))
         return shard.gather(energies, 1)
 
     def _fit(self, layer: int, keys: Tensor) -> bool:
-        """Whether a layer's queries are of heads and channels of its keys."""
+        """Whether a layer's observed queries have the channels of its keys, and a multiple of their heads."""
         sums = self.sums[layer]
         return not len(sums) % keys.shape[1] and sums.shape[1] == keys.shape[3]
 
@@ -144,11 +146,11 @@ def collect(
     shard = find_shard(model, config, managed)
     layers, longest, rope = config.num_hidden_layers, _find_longest(model, config), read_rope_settings(config)
     kind = choose_prompt(prompt, tokenizer, text) if isinstance(prompt, str) and prompt in PROMPTS else "custom"
-    # Our article is long enough, but for a tokenizer that puts several words into a token: then it is read as it is.
+    # Our article is long enough, except with a tokenizer that puts several words into a token: then all of it is read.
     fewer = tokens is None and text is None and kind != "custom"
     if tokens is None:
         tokens = prompt.numel() if isinstance(prompt, Tensor) else min(TOKENS, longest)
-    # Moments are kept for runs without dropout, gradients, autocast and hooks, and other threads may call the model.
+    # The moments serve runs without dropout, gradients, autocast and hooks. Other threads may call the model meanwhile.
     with make_plain(model) as (plain, left), torch.no_grad(), suspend_autocast(find_inputs_device(model)):
         chosen = prompt if kind == "custom" else kind
         ids = make_ids(chosen, model=plain, tokenizer=tokenizer, tokens=tokens, seed=seed, text=text, fewer=fewer)
@@ -157,12 +159,12 @@ def collect(
         if bulk <= 0:
             raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
         growing = any(find_growing_parameters(rope, layer) for layer in range(layers))
-        if growing:  # frequencies of the longest text so far stay, until a short one is read
+        if growing:  # a model keeps the frequencies of its longest text until it reads a short one
             read_keys(plain, ids[None, :1], None, chunk=1, done=lambda tokens: None)
         scheme, rotations = _choose_scheme(plain, scheme, ids, shard, managed)
         lengths = _choose_lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
         passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
-        # With frequencies of the sequence's length, every chunk would get those of its own.
+        # If frequencies depend on the sequence's length, each chunk would get other ones.
         chunk = tokens if growing else CHUNK_TOKENS
         grid: list[tuple[Tensor, Tensor]] = []
         energies = QueryEnergies(find_readers(config))
@@ -181,7 +183,7 @@ def collect(
                     keys = read_keys(plain, ids[None], positions, chunk=chunk, done=bar.update)
                 if scheme == "analytic":
                     back = -torch.arange(tokens, dtype=torch.int64, device="cpu")
-                    keys = {index: rotations[index].rotate(kept.double(), back) for index, kept in keys.items()}
+                    keys = {index: rotations[index].rotate(rotated.double(), back) for index, rotated in keys.items()}
                 grid += [_take_moments(keys, slice(sink_tokens, sink_tokens + prefix), layers) for prefix in prefixes]
     name = getattr(model.config, "_name_or_path", "")
     mean, covariance = (shard.gather(torch.stack(moments), 2) for moments in zip(*grid, strict=True))
@@ -191,7 +193,7 @@ def collect(
         mean=mean,
         covariance=covariance,
         lengths=() if analytic else tuple(lengths),
-        # Channels that a layer lacks do not turn.
+        # Rotations do not turn channels that pad a layer's keys to the most channels of any.
         rotations=tuple(
             replace(rotations.get(layer, Rotation(mean.shape[-1])), dim=mean.shape[-1]) for layer in range(layers)
         )
@@ -214,7 +216,7 @@ def collect(
 
 
 def _find_longest(model: PreTrainedModel, config: PreTrainedConfig) -> int:
-    """How many tokens the model has positions for: RoBERTa and its like count them from behind the padding token's."""
+    """How many tokens the model has positions for. RoBERTa and its kin count positions from the padding token's on."""
     longest = getattr(config, "max_position_embeddings", None) or LONGEST_SPREAD
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
@@ -236,20 +238,20 @@ def _check_same(shard: HeadShard, kind: str, ids: Tensor) -> None:
 def _choose_scheme(
     model: PreTrainedModel, scheme: str, ids: Tensor, shard: HeadShard, managed: list[int]
 ) -> tuple[str, dict[int, Rotation]]:
-    """The scheme that "auto" stands for, and the rotations of the managed layers if it is "analytic"."""
+    """The scheme, "auto" resolved, and rotations by layer; all managed layers have one if it is "analytic"."""
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    found: dict[int, Rotation | None] = dict.fromkeys(managed)
+    probed: dict[int, Rotation | None] = dict.fromkeys(managed)
     if takes_positions and scheme in ("auto", "analytic"):
-        found = find_rotations(model, ids.unique()[:PROBE_TOKENS], len(ids), shard)
-    known = {index: rotation for index, rotation in found.items() if rotation is not None}
-    if scheme == "analytic" and len(known) < len(found):
+        probed = find_rotations(model, ids.unique()[:PROBE_TOKENS], len(ids), shard)
+    rotations = {index: rotation for index, rotation in probed.items() if rotation is not None}
+    if scheme == "analytic" and len(rotations) < len(probed):
         raise ValueError(
-            f"how layers {sorted(found.keys() - known.keys())} of {model.config.model_type} turn their keys with "
+            f"how layers {sorted(probed.keys() - rotations.keys())} of {model.config.model_type} turn their keys with "
             'position was not found out: use scheme="spread"'
         )
     if scheme == "auto":
-        scheme = "analytic" if len(known) == len(found) else "spread"
-    return "prompt" if scheme == "spread" and not takes_positions else scheme, known
+        scheme = "analytic" if len(rotations) == len(probed) else "spread"
+    return "prompt" if scheme == "spread" and not takes_positions else scheme, rotations
 
 
 def _choose_lengths(scheme: str, tokens: int, longest: int) -> list[int]:
@@ -267,14 +269,14 @@ def _take_moments(keys: dict[int, Tensor], part: slice, layers: int) -> tuple[Te
     for layers that have none, and for heads and channels that they lack."""
     heads, dim = _find_greatest(keys)
     running = RunningMoments(layers, heads, dim, torch.device("cpu"))
-    for index, kept in keys.items():
-        more = heads - kept.shape[1], dim - kept.shape[3]
-        padded = pad(kept[:, :, part], (0, more[1], 0, 0, 0, more[0])) if any(more) else kept[:, :, part]
+    for index, layer_keys in keys.items():
+        selected, missing = layer_keys[:, :, part], (heads - layer_keys.shape[1], dim - layer_keys.shape[3])
+        padded = pad(selected, (0, missing[1], 0, 0, 0, missing[0])) if any(missing) else selected
         running.update(slice(index, index + 1), padded)
     return running.mean, running.covariance
 
 
 def _find_greatest(keys: dict[int, Tensor]) -> tuple[int, int]:
     """The most KV heads, and the most channels, of layers' keys `[batch, kv_heads, tokens, dim]`."""
-    heads, dims = zip(*(kept.shape[1::2] for kept in keys.values()), strict=True)
+    heads, dims = zip(*(layer_keys.shape[1::2] for layer_keys in keys.values()), strict=True)
     return max(heads), max(dims)

@@ -1,4 +1,4 @@
-"""A model's default key moments: collected at first use, kept in memory and in a file of the user's cache folder."""
+"""A model's default key moments: collected once, then cached in memory and in a file of the user's cache folder."""
 
 import logging
 import os
@@ -37,16 +37,17 @@ KEPT_BYTES = 1 << 30  # the 64 states of an 8B model that were used last
 KEPT_SECONDS = 90 * 24 * 3600.0  # unused; to collect them again takes one pass over 1,024 tokens
 _NAMES = re.compile(rf".+-({'|'.join(PROMPTS)})-[0-9a-f]{{16}}\.safetensors")  # of `_find_path`, and of no other file
 _remembered: dict[Path, KeyMoments] = {}
-# By prompt, of models whose moments other models must not find: their weights cannot be told, or took no part alone.
-_own: "weakref.WeakKeyDictionary[PreTrainedModel, dict[str, KeyMoments]]" = weakref.WeakKeyDictionary()
+# Moments by prompt, of models whose moments other models must not get: no file name identifies their weights, or
+# functions other than the weights took part.
+_by_model: "weakref.WeakKeyDictionary[PreTrainedModel, dict[str, KeyMoments]]" = weakref.WeakKeyDictionary()
 _remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
 
 MomentsSource = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMoments]
 
 
 def split_sources(moments: MomentsSource) -> tuple[bool, str | os.PathLike | KeyMoments | None]:
-    """The parts of `QAdACache(moments=...)`: whether the current prompt's count, and the other prompt (None: no other).
-    A TypeError or ValueError if it is something else."""
+    """The parts of `QAdACache(moments=...)`: whether the current prompt's moments are used, and the source of another
+    prompt's (None: no other). TypeError or ValueError for any other argument."""
     parts: Any = moments
     if isinstance(moments, str) and moments.startswith(f"{CURRENT}+"):
         parts = moments.split("+", 1)
@@ -67,11 +68,11 @@ def split_sources(moments: MomentsSource) -> tuple[bool, str | os.PathLike | Key
 def resolve_moments(
     moments: MomentsSource, *, model: PreTrainedModel | None, config: PreTrainedConfig, used: bool, shard: HeadShard
 ) -> tuple[bool, KeyMoments | None]:
-    """Load or collect `QAdACache(moments=...)`: whether the current prompt's count, and another prompt's moments.
+    """Load or collect `QAdACache(moments=...)`: whether the current prompt's moments are used, and another prompt's.
 
-    At least one of the two: the current prompt's if another's cannot be had. The model is None if only its config is
-    known. By a prompt's name, none are collected unless they are `used`. A TypeError, FileNotFoundError or ValueError
-    if it is something else, or cannot be loaded or collected.
+    If another prompt's cannot be loaded or collected, the current prompt's are used. `model` is None if a cache has
+    only its config. `moments` that name a prompt are not collected unless they are `used`. TypeError,
+    FileNotFoundError or ValueError, if `moments` is none of the allowed, or the file or the pass fails.
     """
     current, other = split_sources(moments)
     if other is None or isinstance(other, KeyMoments):
@@ -82,8 +83,8 @@ def resolve_moments(
         return True, None
     if model is not None:
         return current, load_default_moments(model, str(other), None, shard)
-    found = find_moments(config, str(other))
-    if found is None:
+    key_moments = find_moments(config, str(other))
+    if key_moments is None:
         whose = getattr(config, "_name_or_path", "") or "this model"
         warn_once(
             logger,
@@ -92,7 +93,7 @@ def resolve_moments(
             "facts in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes "
             "one)",
         )
-    return current or found is None, found
+    return current or key_moments is None, key_moments
 
 
 def combine_sources(current: bool, other: KeyMoments | None) -> MomentsSource:
@@ -105,63 +106,66 @@ def combine_sources(current: bool, other: KeyMoments | None) -> MomentsSource:
 def load_default_moments(
     model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, shard: HeadShard
 ) -> KeyMoments:
-    """This model's moments on one of `prompts.PROMPTS`: remembered, else read from the file, else collected and kept.
+    """This model's moments on one of `prompts.PROMPTS`: from memory, else from the file, else collected and saved.
 
-    A folder that cannot be written to, or is not the user's alone (`files.open_folder`), costs a warning, not the
-    moments. Words without a tokenizer (`prompts.choose_prompt`) become tokens, with a warning, and are kept under the
-    tokens' name. Processes that share a model collect together: each keeps a file named by its part of the weights, and
-    if one finds none, all collect. The tokenizer beside the model (`identity.find_tokenizer`) serves if none is given.
-    Moments of a model whose weights cannot be told from others' are kept in memory alone, with a warning.
-    A ValueError by "wiki" without one, or with one that does not know its words; or as by `KeyMoments.collect`.
+    If the folder cannot be written to, or is not the user's alone (`files.open_folder`), there is a warning, and no
+    file. Without a tokenizer for words (`prompts.choose_prompt`) the prompt is one of tokens, with a warning, and so is
+    the file's name. Processes that share a model collect together: each saves a file named by its part of the weights,
+    and if one lacks it, all collect. Without `tokenizer` the model's own is loaded (`identity.find_tokenizer`). If
+    nothing identifies the weights (`UntoldWeightsError`), moments stay in memory alone, with a warning.
+    ValueError for "wiki" without a tokenizer, or with one that does not know its words; or as by `KeyMoments.collect`.
     """
     with _remembering:
         path = _find_path(model, prompt)
-        kept = _find_kept(model, prompt, path)
-        if kept is not None and tokenizer is not None and kept.prompt != prompt:  # words can be had now
-            kept = None if path is None else _read_moments(path)
-        if not shard.holds_everywhere(kept is not None):
-            kept = _collect(model, prompt, tokenizer, path, shard)
-        assert kept is not None  # found or made above
-        return _remember(model, prompt, path, kept)
+        moments = _find_cached(model, prompt, path)
+        if moments is not None and tokenizer is not None and moments.prompt != prompt:
+            # These are of tokens, as there was no tokenizer for words; now there is.
+            moments = None if path is None else _read_moments(path)
+        if not shard.holds_everywhere(moments is not None):
+            moments = _collect(model, prompt, tokenizer, path, shard)
+        assert moments is not None  # cached, or collected above
+        return _remember(model, prompt, path, moments)
 
 
 def find_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
-    """The kept query energies of a model, or of the model that the config names; None if there are none yet."""
+    """The cached query energies of a model, or of the one that the config names: float32 `[layers, kv_heads, dim]`
+    (`KeyMoments.query_energies`); None if there are none yet."""
     prompt = DEFAULT_MOMENTS.removeprefix(f"{CURRENT}+")
     if model is None:
-        kept = find_moments(config, prompt)
+        moments = find_moments(config, prompt)
     else:
         with _remembering:
             path = _find_path(model, prompt)
-            if (kept := _find_kept(model, prompt, path)) is not None:
-                _remember(model, prompt, path, kept)
-    return None if kept is None else kept.query_energies
+            if (moments := _find_cached(model, prompt, path)) is not None:
+                _remember(model, prompt, path, moments)
+    return None if moments is None else moments.query_energies
 
 
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:
-    """The file that `load_default_moments` kept for the model that this config was loaded with; None without exactly
-    one. The config names no weights. So a config made by hand finds none, and several files of one name (weights
-    changed in memory) count as none. Instead of missing words, kept tokens are found, with a warning."""
-    source, found = identity.find_source(config), []
+    """The moments that `load_default_moments` saved for the model that this config was loaded with; None without
+    exactly one file. A config does not identify weights. So one that was built by hand has none, and several files for
+    one source (weights changed in memory) count as none. If those of words are missing, those of tokens are returned,
+    with a warning."""
+    source, names = identity.find_source(config), []
     try:
         with files.open_folder(FOLDER) as folder:
-            found = [name for name in os.listdir(folder) if source and name.startswith(f"{source}-{prompt}-")]
+            names = [name for name in os.listdir(folder) if source and name.startswith(f"{source}-{prompt}-")]
     except FileNotFoundError:
         pass
     except OSError as error:
         warn_once(logger, f"key moments kept in {find_home() / FOLDER} are not used: {error}")
-    if not found and prompt in TOKENS_FOR_WORDS:
+    if not names and prompt in TOKENS_FOR_WORDS:
         instead = find_moments(config, TOKENS_FOR_WORDS[prompt])
         if instead is not None:
             _say_tokens(prompt, f"no others are kept in {find_home()}")
         return instead
-    return _read_moments(find_home() / FOLDER / found[0]) if len(found) == 1 else None
+    return _read_moments(find_home() / FOLDER / names[0]) if len(names) == 1 else None
 
 
 def _collect(
     model: PreTrainedModel, prompt: str, tokenizer: PreTrainedTokenizerBase | None, path: Path | None, shard: HeadShard
 ) -> KeyMoments:
-    """Moments that are not kept under this prompt's name yet, in every process of the shard's."""
+    """Collect moments, in every process of the shard, and save them: without a file if `path` is None."""
     reason = "the tokenizer does not know the words of our article"
     if prompt in TOKENS_FOR_WORDS.values():
         tokenizer = None  # so that the same tokens are drawn in any case
@@ -200,6 +204,7 @@ def _collect(
 
 
 def _say_tokens(prompt: str, reason: str) -> None:
+    """Warn that moments are those of tokens instead of words."""
     warn_once(
         logger,
         f"moments={prompt!r} are those of ordinary tokens instead of words, which is moments="
@@ -208,19 +213,21 @@ def _say_tokens(prompt: str, reason: str) -> None:
     )
 
 
-def _find_kept(model: PreTrainedModel, prompt: str, path: Path | None) -> KeyMoments | None:
-    own = _own.get(model, {}).get(prompt)
-    return own if own is not None or path is None else _remembered.get(path) or _read_moments(path)
+def _find_cached(model: PreTrainedModel, prompt: str, path: Path | None) -> KeyMoments | None:
+    """Moments from memory, else from the file; None if there are none."""
+    moments = _by_model.get(model, {}).get(prompt)
+    return moments if moments is not None or path is None else _remembered.get(path) or _read_moments(path)
 
 
-def _remember(model: PreTrainedModel, prompt: str, path: Path | None, kept: KeyMoments) -> KeyMoments:
-    if path is None or kept.origin.get(LEFT):
-        _own.setdefault(model, {})[prompt] = kept
-        return kept
-    _remembered[path] = kept
+def _remember(model: PreTrainedModel, prompt: str, path: Path | None, moments: KeyMoments) -> KeyMoments:
+    """`moments`, after they were put into memory."""
+    if path is None or moments.origin.get(LEFT):
+        _by_model.setdefault(model, {})[prompt] = moments
+        return moments
+    _remembered[path] = moments
     if len(_remembered) > REMEMBERED:
         del _remembered[next(iter(_remembered))]
-    return kept
+    return moments
 
 
 def _read_moments(path: Path) -> KeyMoments | None:
@@ -235,8 +242,8 @@ def _read_moments(path: Path) -> KeyMoments | None:
 
 
 def _find_path(model: PreTrainedModel, prompt: str) -> Path | None:
-    """The file of a model's moments; None if its weights cannot be told from others'."""
-    start = identity.find_source(model.config) or model.config.model_type  # a config finds the file by it
+    """The file of a model's moments; None, with a warning, if nothing identifies its weights."""
+    start = identity.find_source(model.config) or model.config.model_type  # `find_moments` looks for files by it
     try:
         return find_home() / FOLDER / f"{start}-{prompt}-{identity.digest(model)}.safetensors"
     except UntoldWeightsError as error:

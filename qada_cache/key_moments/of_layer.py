@@ -1,4 +1,4 @@
-"""Another prompt's key moments as layers hold them."""
+"""Another prompt's key moments on a layer's device, for the lengths of its rows."""
 
 import weakref
 from typing import Any
@@ -10,13 +10,13 @@ from .running import Pair, flatten
 
 
 class LayerMoments:
-    """What one layer keeps of another prompt's moments, from step to step. The pair for bulks of one length is shared
-    by all caches. Rows of several lengths lie in tensors of its own: a new length's row alone is written anew."""
+    """One layer's copy of another prompt's moments, from step to step. For bulks of one length all caches share the
+    pair. Rows of several lengths have tensors of this layer alone; only rows whose length changed are written anew."""
 
     def __init__(self) -> None:
-        self._pair: Pair
-        self._flat: Pair  # views of these
-        self._key: Any = None
+        self._pair: Pair  # mean and covariance
+        self._flat: Pair  # views of them
+        self._key: Any = None  # what the pair was computed for: moments (weakly), device, lengths or their count
         self._lengths: tuple[int, ...] = ()
 
     def get(
@@ -28,14 +28,14 @@ class LayerMoments:
         shard: HeadShard,
         sizes: tuple[int | None, int | None] = (None, None),
     ) -> Pair:
-        """Mean `[lengths * kv_heads, 1, dim]` and covariance of the shard's heads, by `moments` (`KeyMoments`), which
-        the others are for."""
-        known = self._key
-        if known is not None and self._lengths == lengths and known[0]() is moments and known[1] == device:
+        """Mean `[lengths * kv_heads, 1, dim]` and covariance of the shard's heads. The arguments after `moments`
+        (`KeyMoments`) are those of its `find_layer`."""
+        last = self._key
+        if last is not None and self._lengths == lengths and last[0]() is moments and last[1] == device:
             return self._flat
         key = weakref.ref(moments), device, len(lengths) if len(lengths) > 1 else lengths
-        before, self._key = self._key, None  # what an error leaves half-written is asked for anew
-        if before != key:
+        last, self._key = self._key, None  # after an error in between, the pair is computed anew
+        if last != key:
             self._pair, *more = moments.find_layer(layer, lengths, device, shard, sizes)
             if more:
                 with torch.inference_mode(False):  # it may be written to outside inference mode
@@ -45,9 +45,9 @@ class LayerMoments:
         elif self._lengths != lengths:
             for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
                 if old != new:
-                    (found,) = moments.find_layer(layer, [new], device, shard, sizes)
-                    for mine, made in zip(self._pair, found, strict=True):
-                        mine[row] = made[0]
+                    (pair,) = moments.find_layer(layer, [new], device, shard, sizes)
+                    for target, source in zip(self._pair, pair, strict=True):
+                        target[row] = source[0]
         self._key, self._lengths = key, lengths
         return self._flat
 
@@ -57,4 +57,4 @@ class LayerMoments:
         return sum(part.nbytes for part in self._pair) if len(self._lengths) > 1 else 0
 
     def __deepcopy__(self, memo: dict) -> "LayerMoments":
-        return LayerMoments()  # a copy asks for the same, and so finds it
+        return LayerMoments()  # a copy gets its pair from `moments` again

@@ -17,13 +17,13 @@ UNKNOWN_SHARE = 0.1  # of a text's tokens: beyond it the tokenizer does not know
 
 
 def choose_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None) -> str:
-    """`prompt`, or its counterpart of tokens if it is one of words of our article (no `text` given), and there is no
-    tokenizer that knows them."""
+    """`prompt`, or its counterpart of tokens (`TOKENS_FOR_WORDS`): if it is of words of our article (no `text`), and
+    `tokenizer` is None or does not know them."""
     if prompt not in TOKENS_FOR_WORDS or text is not None:
         return prompt
     article = ARTICLE.read_text(encoding="utf-8")
-    known = tokenizer is not None and knows(tokenizer, _encode(tokenizer, article))
-    return prompt if known else TOKENS_FOR_WORDS[prompt]
+    knows_article = tokenizer is not None and knows(tokenizer, _encode(tokenizer, article))
+    return prompt if knows_article else TOKENS_FOR_WORDS[prompt]
 
 
 def make_ids(
@@ -52,8 +52,8 @@ def make_ids(
     def draw(choices: int, count: int) -> Tensor:
         """Indices `[count]` of words or tokens: each drawn anew, or one repeated."""
         drawn = 1 if prompt in ("single-word", "single-token") else count
-        made = torch.Generator("cpu").manual_seed(seed)
-        return torch.randint(choices, (drawn,), generator=made, dtype=torch.int64, device="cpu").expand(count)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randint(choices, (drawn,), generator=generator, dtype=torch.int64, device="cpu").expand(count)
 
     if isinstance(prompt, Tensor):
         ids = prompt.flatten().cpu().long()
@@ -80,8 +80,8 @@ def make_ids(
 
 
 def read_dataset(name: str, subset: str | None, split: str, column: str, *, characters: int) -> str:
-    """The beginning of a dataset's text, at least so many characters if there are as many; ValueError, if the package
-    datasets or the column is not there."""
+    """The first rows of a dataset's text, at least `characters` long if the dataset is. ValueError without the package
+    datasets, or without the column."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -109,7 +109,7 @@ def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
 
 @torch.no_grad()
 def _find_norms(embeddings: Any) -> Tensor:
-    """The norm of every token's embedding, float32 on the CPU; all zero if there is nothing to tell them by."""
+    """Norms of all tokens' embeddings, float32 `[vocabulary]` on the CPU; zeros if the weights have no values."""
     with align_module_device(embeddings):  # accelerate may keep them elsewhere
         weights: Tensor = embeddings.weight.detach()
         if weights.is_meta:
@@ -125,7 +125,8 @@ def _find_norms(embeddings: Any) -> Tensor:
 
 
 def _find_ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Tensor, Tensor]:
-    """The token that begins a prompt, `[1]` or `[0]`, and all ordinary ones: not special, and trained."""
+    """The token that begins a prompt, int64 `[1]` or `[0]`, and all ordinary ones, int64 `[tokens]`: trained, and not
+    special."""
     config, norms = model.config.get_text_config(decoder=True), _find_norms(model.get_input_embeddings())
     # Vocabularies hold rows that no text ever trained, and their norms stand out.
     outside = len(norms) // 20
@@ -133,10 +134,10 @@ def _find_ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     ordinary = (norms >= low) & (norms <= high)
     special: set[Any] = set(tokenizer.all_special_ids if tokenizer is not None else [])
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"):
-        found = getattr(config, name, None)
-        special |= set(found if isinstance(found, list) else [found])
-    known = range(len(ordinary))
-    ordinary[[index for index in special if index in known]] = False
+        value = getattr(config, name, None)
+        special |= set(value if isinstance(value, list) else [value])
+    vocabulary = range(len(ordinary))
+    ordinary[[index for index in special if index in vocabulary]] = False
     begin: Any = getattr(config, "bos_token_id", None)
-    begins = torch.tensor([begin] if begin in known else [], dtype=torch.long, device="cpu")
+    begins = torch.tensor([begin] if begin in vocabulary else [], dtype=torch.long, device="cpu")
     return begins, ordinary.nonzero().squeeze(-1)

@@ -27,7 +27,7 @@ PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong l
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
 _ROPE_SIZES = ("max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim")
 ROPE_SETTINGS = frozenset({*_ROPE_SIZES, "rope_parameters", "layer_types"})  # all names of `read_rope_settings`
-LOCAL_TOKENS = 128  # of a sequence beside its bulk: sinks and window at their defaults
+LOCAL_TOKENS = 128  # tokens of a sequence outside its bulk: sinks and window at their defaults
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def round_length(length: int) -> int:
 def find_rotations(
     model: PreTrainedModel, tokens: Tensor, length: int, shard: HeadShard = UNSHARDED
 ) -> dict[int, Rotation | None]:
-    """How each full-attention layer turns its keys with position; None where that was not found out.
+    """The rotation of each full-attention layer's keys, by layer; None if no candidate fits its keys.
 
     A single token attends to itself alone. So in every layer its key at position `p` is its key at position 0, turned
     by that layer's rotation. One forward pass over a few single `tokens` `[tokens]` shows a layer's rotary frequencies
@@ -119,23 +119,25 @@ def find_rotations(
     positions = torch.tensor(probed, dtype=torch.int64, device="cpu")
     ids, places = tokens.repeat_interleave(len(positions)), positions.repeat(len(tokens))
     read = read_keys(model, ids[:, None], places[:, None], chunk=1, done=lambda tokens: None)
-    candidates = dict.fromkeys(  # some follow the positions that were read last
+    candidates = dict.fromkeys(  # after the pass: some models' frequencies depend on the positions read last
         tuple(buffer.cpu().double().tolist())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name.endswith("inv_freq") and buffer.dim() == 1 and not buffer.is_meta
     )
-    found = {}
+    rotations = {}
     for index, keys in read.items():
         keys = shard.gather(keys[:, :, 0], 1).unflatten(0, (len(tokens), -1)).permute(2, 0, 1, 3)
-        found[index] = _choose_rotation(keys.double(), positions, candidates)
-    return found
+        rotations[index] = _choose_rotation(keys.double(), positions, candidates)
+    return rotations
 
 
 def _choose_rotation(keys: Tensor, positions: Tensor, candidates: Iterable[tuple[float, ...]]) -> Rotation | None:
-    """The one that turns keys `[kv_heads, tokens, positions, dim]`, by these frequencies or not at all."""
+    """The rotation of keys `[kv_heads, tokens, positions, dim]`, with one of these frequencies or without any; None if
+    each leaves an error of `PROBE_ERROR` or more."""
     rotations = [Rotation(dim := keys.shape[-1])]
-    rotations += [Rotation(dim, found, layout) for found in candidates for layout in LAYOUTS if 2 * len(found) <= dim]
+    fitting = [frequencies for frequencies in candidates if 2 * len(frequencies) <= dim]
+    rotations += [Rotation(dim, frequencies, layout) for frequencies in fitting for layout in LAYOUTS]
 
     def measure_error(rotation: Rotation) -> float:
         rotated = rotation.rotate(keys[:, :, :1].expand_as(keys), positions)
@@ -151,10 +153,10 @@ def read_rope_settings(config: PreTrainedConfig) -> dict[str, Any]:
     if not parameters:
         return {}
     config = find_full_attention_config(config)
-    known = {name: getattr(config, name) for name in _ROPE_SIZES if getattr(config, name, None) is not None}
+    settings = {name: getattr(config, name) for name in _ROPE_SIZES if getattr(config, name, None) is not None}
     if set(parameters) <= set(getattr(config, "layer_types", None) or []):  # parameters by layer type
-        known["layer_types"] = list(config.layer_types)
-    return {"rope_parameters": parameters, **known}
+        settings["layer_types"] = list(config.layer_types)
+    return {"rope_parameters": parameters, **settings}
 
 
 def find_growing_parameters(settings: dict[str, Any], layer: int) -> dict[str, Any] | None:

@@ -1,9 +1,10 @@
-"""Transformers' tables of attention and mask functions, with functions of ours before what models find in them.
+"""Puts functions before all entries of transformers' tables of attention and mask functions.
 
-A model asks a table for the function of the name in its config, `table.get_interface(name, default)`. While a function
-of ours is placed, its first argument is the function that the model would have called, whoever registered that, and
-whenever. Eager attention is no entry: each modeling file hands its own to the look-up as the default. So the look-up
-changes, and no name, config or entry. It changes by the class of the table, which graphs of `torch.compile` check.
+A model looks up the function of its config's name, `table.get_interface(name, default)`. While a function of ours is
+placed, the look-up returns ours, whose first argument is the function that the model would have called. It may have
+been registered by anybody, at any time. Eager attention is no entry: each modeling file passes its own as the default.
+So the look-up changes, and no name, config or entry. It changes by the table's class, which graphs of `torch.compile`
+check.
 """
 
 import sys
@@ -24,10 +25,11 @@ _mask_placed: list[Function] = []
 _changing = threading.Lock()
 
 
-def _put_before(functions: list[Function], found: Function) -> Function:
+def _put_before(functions: list[Function], entry: Function) -> Function:
+    """A function that calls the last of `functions`, which gets the one before it, and the first gets `entry`."""
     for function in functions:
-        found = partial(function, found)
-    return found
+        entry = partial(function, entry)
+    return entry
 
 
 class _Attention(AttentionInterface):
@@ -35,12 +37,12 @@ class _Attention(AttentionInterface):
         return _put_before(_placed, super().__getitem__(key))
 
     def get(self, key: str, default: Any = None) -> Any:
-        found = super().get(key, default)
-        return _put_before(_placed, found) if found is default and callable(found) else found
+        entry = super().get(key, default)
+        return _put_before(_placed, entry) if entry is default and callable(entry) else entry
 
     def get_interface(self, attn_implementation: str, default: Function) -> Function:
-        found = super().get_interface(attn_implementation, default)  # by `get` of the class above
-        return _put_before(_placed, found) if found is default else found
+        entry = super().get_interface(attn_implementation, default)  # by `get` of the class above
+        return _put_before(_placed, entry) if entry is default else entry
 
 
 class _Masks(AttentionMaskInterface):
@@ -49,15 +51,15 @@ class _Masks(AttentionMaskInterface):
 
 
 _OURS: dict[type, type] = {AttentionInterface: _Attention, AttentionMaskInterface: _Masks}
-_tables: list[Any] = [ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS]  # those that may have ours before them
+_tables: list[Any] = [ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS]  # those that `place` changes
 
 
 def place(function: Function, mask_function: Function | None = None, *, tables: Iterable[Any] = ()) -> None:
-    """Put `function` before all attention functions, and `mask_function` before all that make masks. Both get the one
-    that was asked for, then its arguments. Files' own `tables` (`find_own_tables`) are changed beside the common ones.
-    What is placed stays in its place."""
+    """Put `function` before all attention functions, and `mask_function` before all mask functions. Both get the
+    function that was looked up, then its arguments. The common tables change, and `tables` of modeling files
+    (`find_own_tables`). A function that is already placed stays in its place."""
     with _changing:
-        _tables.extend(table for table in tables if not any(table is known for known in _tables))
+        _tables.extend(table for table in tables if not any(table is each for each in _tables))
         if function not in _placed:
             _placed.append(function)
             _mask_placed.extend([] if mask_function is None else [mask_function])
@@ -66,21 +68,21 @@ def place(function: Function, mask_function: Function | None = None, *, tables: 
 
 
 def displace(function: Function, mask_function: Function | None = None) -> None:
-    """Undo `place`; the tables are as they were if nothing else is placed."""
+    """Undo `place`; without any placed function the tables get their classes back."""
     with _changing:
-        for functions, gone in ((_placed, function), (_mask_placed, mask_function)):
-            functions[:] = [kept for kept in functions if kept is not gone]
+        for functions, removed in ((_placed, function), (_mask_placed, mask_function)):
+            functions[:] = [each for each in functions if each is not removed]
         if not _placed:
-            theirs = {ours: own for own, ours in _OURS.items()}
+            originals = {ours: original for original, ours in _OURS.items()}
             for table in _tables:
-                table.__class__ = theirs.get(type(table), type(table))
+                table.__class__ = originals.get(type(table), type(table))
 
 
 def find_own_tables(model: nn.Module | None, config: PreTrainedConfig) -> list[AttentionInterface]:
-    """The tables of attention functions that a model's modeling files keep for themselves, or that the file which
-    belongs to its config keeps."""
+    """Tables of attention functions that a model's modeling files define themselves; without a model, the table of the
+    modeling file that belongs to the config."""
     names = {type(config).__module__.replace("configuration_", "modeling_")}
     if model is not None:
         names |= {kind.__module__ for part in model.modules() for kind in type(part).__mro__}
-    found = [getattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS", None) for name in sorted(names)]
-    return [table for table in found if isinstance(table, AttentionInterface)]
+    tables = [getattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS", None) for name in sorted(names)]
+    return [table for table in tables if isinstance(table, AttentionInterface)]

@@ -1,7 +1,7 @@
-"""The forward function of a model's decoder, with one before it that a cache may have compute a step, and that finds
-the cache of a pass which was left without.
+"""Puts a function before the forward function of a model's decoder. It lets a cache compute a step by itself, and gives
+a pass without a cache one.
 
-It goes before by the decoder's class: copies and pickles of a model have the class that it came with.
+It replaces the decoder's class by a derived one. Copies and pickles of a model have the original class.
 """
 
 import functools
@@ -17,8 +17,8 @@ Find = Callable[[Any, dict[str, Any]], Any]
 
 
 def _find_decoder(model: PreTrainedModel) -> Any:
-    """The decoder, None if there is none. Of some types transformers finds a model with its head (Llama 4), or the head
-    (ModernBERT's decoder)."""
+    """The decoder without its head; None if there is none. For some types `get_decoder` returns a model with its head
+    (Llama 4), or the head (ModernBERT's decoder)."""
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):
         decoder = None if model.base_model is model else model.base_model
@@ -28,16 +28,15 @@ def _find_decoder(model: PreTrainedModel) -> Any:
 
 
 def is_taken(model: PreTrainedModel) -> bool:
-    """Whether another library has put a function before the decoder's forward, as accelerate does, or there is no
-    decoder."""
+    """Whether another library has replaced the decoder's `forward`, as accelerate does, or there is no decoder."""
     decoder = _find_decoder(model)
     return decoder is None or "forward" in vars(decoder)
 
 
 def put_before(model: PreTrainedModel, find: Find | None = None) -> None:
-    """Have the decoder of `model` ask a QAdACache to `_read_in_pieces`, then its `_decode_graph`, if it has one: `run`
-    gets the cache, the decoder, its own forward function and the keywords. Without a cache, `find(decoder,
-    keywords)` finds one."""
+    """Have each pass of `model`'s decoder with a QAdACache try the cache's `_read_in_pieces` first, then `run` of its
+    `_decode_graph`, if there is one. `run` gets the cache, the decoder, the original forward function and the keywords.
+    A pass without a cache gets that of `find(decoder, keywords)`."""
     decoder = _find_decoder(model)
     if not hasattr(type(decoder), "_qada_own"):
         decoder.__class__ = _find_class(type(decoder))  # type: ignore[arg-type]  # a class is hashable
@@ -53,36 +52,36 @@ def take_away(model: PreTrainedModel) -> None:
 
 
 def find_cache(kwargs: dict[str, Any]) -> Any:
-    """The cache that a decoder is given by its keywords; None without one."""
+    """The cache among a decoder's keywords; None without one."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
-def _make_new(own: Any, *given: Any) -> Any:
-    return own.__new__(own, *given)
+def _make_new(original: Any, *args: Any) -> Any:
+    return original.__new__(original, *args)
 
 
 @functools.cache
-def _find_class(own: Any) -> Any:
-    """As `own`, by the same name, but for its forward function."""
+def _find_class(original: Any) -> Any:
+    """A class derived from `original`, of the same name, with another forward function."""
 
-    @functools.wraps(own.forward)
+    @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = find_cache(kwargs)
         if cache is None and self._qada_find is not None and (cache := self._qada_find(self, kwargs)) is not None:
             kwargs |= pass_cache(cache)
         if args or torch.compiler.is_compiling() or not hasattr(cache, "_decode_graph"):
-            return own.forward(self, *args, **kwargs)
-        compute = functools.partial(own.forward, self)
-        if (read := cache._read_in_pieces(compute, self, kwargs)) is not None:
-            return read
+            return original.forward(self, *args, **kwargs)
+        compute = functools.partial(original.forward, self)
+        if (output := cache._read_in_pieces(compute, self, kwargs)) is not None:
+            return output
         graph = cache._decode_graph
         return compute(**kwargs) if graph is None else graph.run(cache, self, compute, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        # By `copyreg.__newobj__`, which takes no other class than the object's.
-        _, given, *rest = own.__reduce_ex__(self, max(protocol, 2))
-        return _make_new, (own, *given[1:]), *rest
+        # `_make_new` instead of `copyreg.__newobj__`, which pickle refuses with another class than the object's.
+        _, args, *state = original.__reduce_ex__(self, max(protocol, 2))
+        return _make_new, (original, *args[1:]), *state
 
-    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    ours = {"forward": forward, "__reduce_ex__": reduce, "_qada_own": own, "_qada_find": None}
-    return type(own.__name__, (own,), named | ours)
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    ours = {"forward": forward, "__reduce_ex__": reduce, "_qada_own": original, "_qada_find": None}
+    return type(original.__name__, (original,), names | ours)

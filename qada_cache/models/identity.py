@@ -1,4 +1,4 @@
-"""What a model is known by where something is kept of it: its origin, with its tokenizer, config, dtype and weights."""
+"""A model's identity, by which files and caches are found: origin, tokenizer, config, dtype and a sample of weights."""
 
 import hashlib
 import json
@@ -16,7 +16,8 @@ from .contents import Contents, is_readable
 
 SAMPLED = 16  # values of each weight that stand for the whole
 
-_known: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[_Content], list[str]]]" = weakref.WeakKeyDictionary()
+# The last sampled contents of each model, and their digests.
+_samples: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[_Content], list[str]]]" = weakref.WeakKeyDictionary()
 _Content = tuple[bytes, bytes]  # name, shape and dtype; values, empty if there are none
 
 
@@ -28,8 +29,8 @@ def digest(model: PreTrainedModel) -> str:
 
 
 def find_source(config: PreTrainedConfig) -> str:
-    """The path or repository of the weights and their commit; empty if they were not loaded. A config tells no more: it
-    is wrong about weights changed since, and about another path to the same folder."""
+    """The model type and a digest of where the weights were loaded from: path or repository, version and config; empty
+    if they were not loaded. It does not change with weights in memory, and differs between paths to one folder."""
     where = getattr(config, "_name_or_path", "")
     if not where:
         return ""
@@ -72,46 +73,46 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
 
 
 def sample(model: PreTrainedModel) -> list[str]:
-    """For every weight, digests of its name, shape and dtype, and of a few values. A quantised weight stands as the
-    tensors it names as its parts, one that is split over processes as this process's part, one that accelerate
-    offloads as where it lies. Outputs of layers whose weights cannot be read follow, and peft's active adapters.
+    """For every weight, digests of its name, shape and dtype, and of a few values. A quantised weight is sampled by the
+    tensors that it names as its parts, a weight that is split over processes by this process's part, and one that
+    accelerate offloads by its place. Outputs of layers whose weights cannot be read follow, then peft's adapters.
 
-    Values are read at every call, as torch does not count all that is written to weights.
+    Values are read at each call, as torch's version counters miss some writes to weights.
 
     Raises:
         UntoldWeightsError: a layer's weights cannot be read, and no inputs were found that it takes.
     """
     contents = Contents(model)
-    found = _read_values(contents.weights)
-    found += [(f"{name} content".encode(), content) for name, content in contents.others.items()]
-    found += [(f"{path} answers".encode(), answers) for path, answers in ask(model, contents.closed).items()]
+    sampled = _read_values(contents.weights)
+    sampled += [(f"{name} content".encode(), content) for name, content in contents.others.items()]
+    sampled += [(f"{path} answers".encode(), answers) for path, answers in ask(model, contents.closed).items()]
     if adapters := list_adapters(model):
-        found.append((b"adapters", json.dumps(adapters).encode()))
-    if model not in _known or _known[model][0] != found:
-        _known[model] = found, _sample(found)
-    return _known[model][1]
+        sampled.append((b"adapters", json.dumps(adapters).encode()))
+    if model not in _samples or _samples[model][0] != sampled:
+        _samples[model] = sampled, _digest_contents(sampled)
+    return _samples[model][1]
 
 
 def list_adapters(model: PreTrainedModel) -> list:
-    """What peft computes beside the weights, which weights do not tell: the active adapters of every module."""
+    """Settings of peft that weights do not show: for each module with adapters its name, and which are active."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    found = [
+    adapters = [
         (name, [getattr(part, each, None) for each in names])
         for name, part in model.named_modules()
         if hasattr(part, "merged_adapters")
     ]
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(adapters, default=str))
 
 
 def is_same(kept: list[str], own: list[str]) -> bool:
-    """Whether a kept sample is of the same weights as a model's own one. Earlier versions kept names alone of weights
-    that they could not read."""
+    """Whether a stored sample (`kept`) is of the same weights as a model's (`own`). Earlier versions stored names alone
+    of weights that they could not read, so a stored string may be the beginning of the model's."""
     return len(kept) == len(own) > 0 and all(ours.startswith(theirs) for theirs, ours in zip(kept, own, strict=True))
 
 
 @lru_cache(maxsize=256)
 def _find_places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
-    """Indices of the sampled values of a weight, one tensor a dim."""
+    """Indices of a weight's sampled values: an int64 tensor for each dim."""
     last, count = shape.numel() - 1, min(SAMPLED, shape.numel())
     index = torch.linspace(0, last, count, dtype=torch.float32, device=device).long()
     return torch.unravel_index(index, shape) if shape else ()
@@ -119,7 +120,7 @@ def _find_places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _read_values(weights: dict[str, Tensor]) -> list[_Content]:
-    """Every weight's name, shape and dtype, and a few of its values. Each device is asked once for all dtypes."""
+    """Every weight's name, shape and dtype, and bytes of a few values. The host waits once for each device."""
     taken: dict[torch.device, dict[str, Tensor]] = {}
     for name, weight in weights.items():
         if weight.numel() and is_readable(weight):
@@ -140,5 +141,6 @@ def _read_values(weights: dict[str, Tensor]) -> list[_Content]:
     ]
 
 
-def _sample(contents: list[_Content]) -> list[str]:
+def _digest_contents(contents: list[_Content]) -> list[str]:
+    """One string a content: the first 8 hex digits of the SHA-256 of each part."""
     return ["".join(hashlib.sha256(part).hexdigest()[:8] for part in content if part) for content in contents]

@@ -23,19 +23,19 @@ from .memory import find_host_memory
 
 logger = logging.getLogger(__name__)
 
-CONVERSATIONS = 4  # kept of each model
-MEMORY = 0.25  # of the host's, that their caches may take
-SECONDS = 3600.0  # that one is kept unused
+CONVERSATIONS = 4  # kept for each model
+MEMORY = 0.25  # share of the host's memory for their caches
+SECONDS = 3600.0  # a conversation unused for longer is dropped
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of a model's conversations; ValueError, if one is of another type or out of its range."""
 
-    conversations: int = CONVERSATIONS  # how many are kept, the one under way included
-    # Of caches, on host and devices together: bytes (an int), or a share of `find_host_memory` (a float in [0, 1]).
+    conversations: int = CONVERSATIONS  # the most that are kept, the one under way included
+    # Of all caches, on host and devices together: bytes (an int), or a share of `find_host_memory` (a float in [0, 1]).
     memory: int | float = MEMORY
-    seconds: float = SECONDS  # since one was last used
+    seconds: float = SECONDS  # since its last use
 
     def __post_init__(self) -> None:
         if type(self.conversations) is not int or self.conversations < 0:
@@ -54,26 +54,26 @@ class Limits:
 
 @dataclass(eq=False)
 class Conversation:
-    """A cache and the tokens that it holds: kept for the next call, or taken by one, which has it alone."""
+    """A cache and its tokens: kept for the next call, or taken by one call, which alone uses it then."""
 
     cache: QAdACache
-    terms: tuple  # a call has to have the same: options of its cache, a sample of the weights, the owner's key
-    tokens: Tensor  # [tokens] on the host: the cache's tokens, from the first
-    continued: bool = False  # whether anybody has gone on with it, as nobody does with a prompt that is asked once
-    bytes: int = 0
-    used: float = 0.0  # when, by `time.monotonic`
+    terms: tuple  # options of the cache, a sample of the weights, the owner's key: only a call with equal ones takes it
+    tokens: Tensor  # token ids [tokens] of the cache, on the host
+    continued: bool = False  # whether a second call has taken it; a prompt that is asked once never is
+    bytes: int = 0  # of the cache, on host and devices
+    used: float = 0.0  # time of the last use, by `time.monotonic`
 
     def count_shared(self, prompt: Tensor) -> int:
-        """Tokens of `prompt` that need not be read again if this cache is taken for it; 0 if it is not to be."""
-        held = len(self.tokens)
-        beginning = min(held, len(prompt) - 1)
-        shared = int((self.tokens[:beginning] == prompt[:beginning]).cumprod(0).sum())
-        begun = self.cache.find_last_beginning(shared)
-        return begun if shared == held or 2 * begun >= held else 0
+        """Leading tokens of `prompt` that this cache would save it from reading; 0 if it should not be taken for it."""
+        cached = len(self.tokens)
+        longest = min(cached, len(prompt) - 1)
+        shared = int((self.tokens[:longest] == prompt[:longest]).cumprod(0).sum())
+        reachable = self.cache.find_last_beginning(shared)  # by a crop
+        return reachable if shared == cached or 2 * reachable >= cached else 0
 
 
 def _sample_weights(model: PreTrainedModel) -> Any:
-    """What tells this call's weights from another's. A model whose weights cannot be told goes on with nothing."""
+    """A value that is equal for calls with the same weights. If nothing identifies them, it equals no other."""
     try:
         return identity.sample(model)
     except UntoldWeightsError as error:
@@ -82,7 +82,7 @@ def _sample_weights(model: PreTrainedModel) -> Any:
 
 
 class Conversations:
-    """Kept conversations of one model, for any number of threads; one taken and never given back is forgotten."""
+    """Kept conversations of one model, for any number of threads. One that is taken and never kept again is dropped."""
 
     def __init__(self) -> None:
         self._kept: list[Conversation] = []
@@ -91,10 +91,10 @@ class Conversations:
         self._lock = threading.RLock()
 
     def counters(self) -> dict[str, int]:
-        """As `counters` of the model."""
+        """See the function `counters`."""
         with self._lock:
-            held = sum(kept.bytes for kept in self._kept)
-            return {**self._counters, "conversations": len(self._kept), "bytes": held}
+            size = sum(conversation.bytes for conversation in self._kept)
+            return {**self._counters, "conversations": len(self._kept), "bytes": size}
 
     def take(
         self,
@@ -106,23 +106,25 @@ class Conversations:
         key: str | None,
         stored: int = 0,
     ) -> Conversation:
-        """The one whose cache holds the longest kept beginning of `prompt` `[tokens]` (on the host); or a new one.
+        """The conversation whose cache has the longest beginning of `prompt` `[tokens]` (on the host), or a new one.
 
-        The cache holds nothing else then. At least the prompt's last token is left to be read, as the next one's logits
-        come of it. A conversation that shares less than half of its cache's tokens is left for its own next turn.
-        Others make room for this one. If a store has more tokens of the prompt, `stored`, the cache is a new one.
+        Its cache is cropped to that beginning. At least the prompt's last token remains to be read, for the logits of
+        the next token. A conversation that shares less than half of its cache's tokens is left for its own next turn.
+        Others are dropped to make room for this one. If a store has more of the prompt, `stored` tokens, it is a new
+        one.
         """
         terms = dict(options), _sample_weights(model), key
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
         with self._lock:
-            shared = {kept: kept.count_shared(prompt) for kept in self._kept if switched_on and kept.terms == terms}
+            usable = [each for each in self._kept if switched_on and each.terms == terms]
+            shared = {conversation: conversation.count_shared(prompt) for conversation in usable}
             length = max(shared.values(), default=0)
             length = length if length >= stored else 0
-            taken = next(kept for kept in shared if shared[kept] == length) if length else None
+            taken = next(each for each in shared if shared[each] == length) if length else None
             if taken is not None:
                 self._kept.remove(taken)
             self._counters.update(requests=1, continued=length > 0, prompt_tokens=len(prompt), cached_tokens=length)
-            self._make_room(limits, beside=0 if taken is None else taken.bytes)
+            self._make_room(limits, size=0 if taken is None else taken.bytes)
         if taken is None:
             cache = QAdACache(model, **options)
             cache.keep_snapshots()
@@ -133,48 +135,48 @@ class Conversations:
         return taken
 
     def count_restored(self, tokens: int) -> None:
-        """Count a new one's cache that holds so many tokens from a store."""
+        """Count a new conversation whose cache got `tokens` tokens from a store."""
         with self._lock:
             self._counters.update(restored=1, cached_tokens=tokens)
 
     def keep(self, taken: Conversation, tokens: Tensor, limits: Limits) -> None:
-        """Keep one that was taken, whose cache holds `tokens` `[tokens]`, on the host, unless it is too large."""
+        """Keep a taken conversation, whose cache now has `tokens` `[tokens]` (on the host), unless it is too large."""
         taken.tokens, taken.bytes, taken.used = tokens, sum(count_bytes(taken.cache)), time.monotonic()
         with self._lock:
             if taken.bytes > limits.bytes:
                 self._counters["evicted"] += 1
             else:
-                self._make_room(limits, beside=taken.bytes)
+                self._make_room(limits, size=taken.bytes)
                 self._kept.append(taken)
             self._drop_old(limits)
 
     def forget(self) -> None:
-        """Keep none of them."""
+        """Drop all conversations."""
         with self._lock:
             self._kept.clear()
 
     def forget_one(self, most: float = math.inf) -> bool:
-        """Drop one: larger than `most` bytes by itself, else one that nobody has gone on with, else the oldest. So
-        prompts that are asked once make room for one another, and flush no conversation. False: there is none."""
+        """Drop one: one larger than `most` bytes, else one that was never continued, else the oldest. So prompts that
+        are asked once replace one another, and no conversation. Returns whether there was one."""
         with self._lock:
-            gone = min(self._kept, key=lambda kept: (kept.bytes <= most, kept.continued, kept.used), default=None)
-            if gone is not None:
-                self._kept.remove(gone)
+            dropped = min(self._kept, key=lambda each: (each.bytes <= most, each.continued, each.used), default=None)
+            if dropped is not None:
+                self._kept.remove(dropped)
                 self._counters["evicted"] += 1
-            return gone is not None
+            return dropped is not None
 
-    def _make_room(self, limits: Limits, *, beside: int) -> None:
-        """Drop conversations that are too old, then as many as the limits ask for beside one of so many bytes."""
+    def _make_room(self, limits: Limits, *, size: int) -> None:
+        """Drop conversations that are too old, then others until the limits allow one more of `size` bytes."""
         self._drop_old(limits)
-        most = limits.bytes - beside
-        while len(self._kept) >= limits.conversations or sum(kept.bytes for kept in self._kept) > most:
+        most = limits.bytes - size
+        while len(self._kept) >= limits.conversations or sum(each.bytes for each in self._kept) > most:
             if not self.forget_one(most):
                 return
 
     def _drop_old(self, limits: Limits) -> None:
-        """Drop conversations that are too old: at once, if they are to be kept for no time."""
+        """Drop conversations that are too old: all, if the limit is 0 seconds."""
         oldest = time.monotonic() - limits.seconds
-        young = [kept for kept in self._kept if limits.seconds and kept.used >= oldest]
+        young = [each for each in self._kept if limits.seconds and each.used >= oldest]
         self._counters["expired"] += len(self._kept) - len(young)
         self._kept = young
 
@@ -190,12 +192,12 @@ def find_conversations(model: PreTrainedModel) -> Conversations:
 
 
 def counters(model: PreTrainedModel) -> dict[str, int]:
-    """Numbers by name for a server to export: of this model's requests, and of what is kept of them now.
+    """Numbers by name for a server to export: of this model's requests, and of the conversations that are kept now.
 
-    requests: calls with a cache that can be kept; continued: of these, the ones that went on with a conversation;
-    restored: the ones that went on with a stored one.
-    prompt_tokens: of all these calls; cached_tokens: of these, the ones that were not read again.
-    evicted: conversations that went for want of room; expired: those that nobody had gone on with for too long.
-    conversations: that are kept now; bytes: that these take.
+    requests: calls with a cache that can be kept; continued: those of them that went on with a conversation; restored:
+    those that went on with a stored prompt.
+    prompt_tokens: of all these calls; cached_tokens: those of them that were not read again.
+    evicted: conversations dropped for lack of room; expired: those dropped because they were unused for too long.
+    conversations: how many are kept now; bytes: the size of their caches.
     """
     return find_conversations(model).counters()

@@ -1,4 +1,4 @@
-"""How much memory this process may have, and whether there is enough for a call before it begins.
+"""Host memory: how much this process may take, and whether enough is left for a call before it begins.
 
 A process that takes too much is killed, and all others' calls with it.
 """
@@ -20,11 +20,12 @@ from ..state import BULK_BITS
 
 _GROUPS = Path("/proc/self/cgroup")
 _TREE = Path("/sys/fs/cgroup")
-_FILES = {  # by name of the hierarchy: the limit, what is taken, and the parts of it that the system can take back
+# By hierarchy: files of the limit and of the usage, and fields of memory.stat that the system can reclaim.
+_FILES = {
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),  # version 2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
-_reserved: list[int] = []  # bytes, of the calls under way
+_reserved: list[int] = []  # bytes of each call under way
 _lock = threading.Lock()
 
 
@@ -34,12 +35,12 @@ def find_host_memory() -> int:
 
 
 def find_memory_left() -> int:
-    """Of them, bytes that this process may still take."""
+    """Bytes that this process may still take: the least over these limits."""
     return max(0, min(most - taken for most, taken in _read_limits()))
 
 
 def _read_limits() -> Iterator[tuple[int, int]]:
-    """Bytes that may be taken, and that are."""
+    """For each limit, the bytes that may be taken, and those that are."""
     machine = psutil.virtual_memory()
     yield machine.total, machine.total - machine.available
     if sys.platform != "win32":
@@ -53,8 +54,9 @@ def _read_limits() -> Iterator[tuple[int, int]]:
         if hierarchy not in _FILES:
             continue
         limit, usage, cached = _FILES[hierarchy]
-        own = _TREE / hierarchy / path.lstrip("/")
-        for folder in (own, *own.parents[: len(Path(path).parts) - 1]):  # up to the tree's root, a container's own
+        group = _TREE / hierarchy / path.lstrip("/")
+        # Up to the root, which in a container is its own group.
+        for folder in (group, *group.parents[: len(Path(path).parts) - 1]):
             most, taken = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
             if most.isdigit() and taken.isdigit():
                 parts = dict(re.findall(r"(?m)^(\w+) (\d+)$", _read_text(folder / "memory.stat")))
@@ -62,7 +64,7 @@ def _read_limits() -> Iterator[tuple[int, int]]:
 
 
 def _read_text(path: Path) -> str:
-    """What a file of the system says, nothing if it is not there."""
+    """The text of a system file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="ascii")
     except OSError:
@@ -70,35 +72,36 @@ def _read_text(path: Path) -> str:
 
 
 def estimate_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits: int = BULK_BITS) -> int:
-    """Host memory that `tokens` more tokens take at the peak, `at_once` of them read in one pass: roughly, rather more.
-    It is every layer's keys and values, or records with the last tokens as they are, with a sketch and room to grow,
-    and one layer's activations on the host."""
+    """Bytes of host memory that `tokens` more tokens take at the peak, `at_once` of them in one pass: an estimate on
+    the high side. It counts each layer's keys and values, or records with the last tokens in full precision, with
+    sketch and room to grow, and one layer's activations on the host."""
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "num_attention_heads", None) is None:  # states alone, which do not grow with a text
+    if getattr(config, "num_attention_heads", None) is None:  # only linear layers, whose states do not grow
         return 0
     layers, heads, *_ = read_sizes(config)
     kv_heads, dim, _ = map(max, zip(*list_token_sizes(config), strict=True))
     element_bytes = model.dtype.itemsize
-    kept, records = 3.0 * dim * element_bytes, RecordLayout.from_bits(dim, dim, bulk_bits)  # of one KV head
-    beside = 0.0 if records is None else min(tokens, MIN_TOKENS) * kept
+    # Bytes of one KV head: of each token, and besides of the last tokens in full precision.
+    token_bytes, records = 3.0 * dim * element_bytes, RecordLayout.from_bits(dim, dim, bulk_bits)
+    last_bytes = 0.0 if records is None else min(tokens, MIN_TOKENS) * token_bytes
     if records is not None:
-        kept = 1.5 * (records.size + dim / 4)
+        token_bytes = 1.5 * (records.size + dim / 4)
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widest = max(wide) if isinstance(wide, (list, tuple)) else wide
-    passing = (3 * widest + 8 * config.hidden_size) * element_bytes + 8 * heads * dim * 4
-    held = layers * kv_heads * (tokens * kept + beside)
-    return int(held + (at_once * passing if model.device.type == "cpu" else 0))
+    activation_bytes = (3 * widest + 8 * config.hidden_size) * element_bytes + 8 * heads * dim * 4  # of one token
+    cache_bytes = layers * kv_heads * (tokens * token_bytes + last_bytes)
+    return int(cache_bytes + (at_once * activation_bytes if model.device.type == "cpu" else 0))
 
 
 @contextlib.contextmanager
 def reserve_memory(tokens: int, needed: int, *, forget: Callable[[], int]) -> Iterator[None]:
     """Set `needed` bytes aside while a call that reads `tokens` tokens is under way.
 
-    What calls have taken already counts as well as what they were promised, so that together they take less. `forget`
-    drops one kept conversation, and says whether there was one. MemoryError, if there is not so much left.
+    What calls under way have taken is counted, and so is all that they reserved. So calls together take less than
+    there is. `forget` drops one kept conversation, and returns whether there was one. MemoryError, if less is left.
     """
     with _lock:
-        # Measured anew after each: what a cache took need not have gone back to the system.
+        # Measured anew after each: the memory of a dropped cache need not go back to the system.
         while (left := find_memory_left() - sum(_reserved)) < needed and forget():
             pass
         if left < needed:

@@ -1,8 +1,8 @@
 """Codes of keys, segment by segment, and the scores that they give.
 
-A key is centred, its channels ordered by their need and weighed, rotated and quantized with a scale of its own:
-`R (w * (k - c)) ~ scale * odd_levels`, odd integers. A query is rotated alike, `R (q / w)`, and rounded to 8 bits, so
-that a score takes integer products alone and every implementation finds the same.
+A key is centred, its channels are ordered by energy times variance and weighed, and it is rotated and quantized with a
+scale for each key: `R (w * (k - c)) ~ scale * odd_levels`, odd integers. A query is rotated by the same blocks, `R (q /
+w)`, and rounded to 8 bits. So a score takes integer products alone, and all implementations return the same.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,11 +30,11 @@ SCALE_LEVELS = 255  # a rounded scale's largest value
 SLOPE_LEVELS = 7  # a rounded slope's largest value: two lie in a byte
 ROUNDINGS = 4  # of a key; more gain nothing
 MIN_ENERGY = 0.03  # of the mean of the channels: a guard against queries unlike those that were seen
-MIN_VARIANCE = 1e-4  # likewise
+MIN_VARIANCE = 1e-4  # of the mean of the channels: a channel that hardly varies gets a finite weight
 TINY = torch.finfo(torch.float32).tiny
-FIT = ("units", "centres", "order", "weights")  # what a segment's tokens are coded under
-TOKENS = ("codes", "scales")  # of a `Sketch`, what every token has, in the last dimension
-SEGMENTS = (*FIT, "mean_squares")  # what every segment has
+FIT = ("units", "centres", "order", "weights")  # a segment's parameters, by which its tokens are coded
+TOKENS = ("codes", "scales")  # the fields of a `Sketch` with a value for each token, in the last dimension
+SEGMENTS = (*FIT, "mean_squares")  # the fields with a value for each segment
 CODES = (*TOKENS, *SEGMENTS)
 
 
@@ -46,7 +46,7 @@ class Sketch:
     scales: Tensor  # in units of the token's segment
     units: Tensor
     centres: Tensor  # the mean key
-    order: Tensor  # the channels from the one that needs most on
+    order: Tensor  # channels, by descending energy times variance
     weights: Tensor  # `w` in this order
     mean_squares: Tensor  # of the scales
     noise: Tensor  # the squared error of each channel, the mean over the whole bulk
@@ -60,48 +60,48 @@ class Sketch:
         return dict(vars(self))
 
     def __getitem__(self, index: tuple[int, int]) -> "Sketch":
-        """One row's and head's."""
+        """The sketch of one row and head."""
         return self.map(lambda tensor: tensor[index])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Sketch":
-        """One of tensors that `change` makes of its own."""
+        """A sketch of `change(tensor)` for each of its tensors."""
         return Sketch(*map(change, self.to_tensors().values()))
 
     @staticmethod
     def of(keys: Tensor, values: Tensor, energies: Tensor | None, layout: Layout) -> "Sketch":
-        """Of whole bulks of equal length: `keys` `[..., tokens, dim]`, `values` (`value_dim`), and `energies` as for
-        `quantize_segments`."""
-        made, tokens = quantize_segments(keys, energies, layout), keys.shape[-2]
+        """The sketch of bulks of equal length: `keys` `[..., tokens, dim]`, `values` (`value_dim`), and `energies`
+        as for `quantize_segments`."""
+        codes, tokens = quantize_segments(keys, energies, layout), keys.shape[-2]
         keys, values = keys.float(), values.float()
         mean_key, mean = keys.mean(dim=-2, keepdim=True), values.mean(dim=-2)
         slopes = round_slopes(torch.matmul((values - mean.unsqueeze(-2)).mT, keys - mean_key) / tokens)
-        return Sketch(**made, **average_channels(made, layout, tokens), **slopes, mean_value=mean)
+        return Sketch(**codes, **average_channels(codes, layout, tokens), **slopes, mean_value=mean)
 
     @property
     def layout(self) -> Layout:
-        """Of its codes."""
+        """The layout of its codes."""
         return Layout.from_words(self.centres.shape[-1], self.codes.shape[-2])
 
     @property
     def byte_counts(self) -> tuple[int, int, int]:
-        """Bytes that one head reads of it for each token, for each segment, and once."""
+        """Bytes of the sketch that one head reads for each token, for each segment, and once."""
         dim, value_dim = self.slope_units.shape[-1], self.mean_value.shape[-1]
         token = self.codes.shape[-2] * WORD_BITS // 8 + 1
         return token, (2 + 2 + self.order.element_size()) * dim + 4, 4 * (value_dim + 3 * dim) + dim * value_dim // 2
 
     def count_read_bytes(self, length: int) -> int:
-        """Bytes that one head of a bulk of `length` tokens reads of it."""
+        """Bytes of the sketch that one head of a bulk of `length` tokens reads."""
         token, segment, head = self.byte_counts
         return length * token + count_segments(length) * segment + head
 
 
 def choose_order_dtype(dim: int) -> torch.dtype:
-    """The smallest one of kernels that holds indices of `dim` channels."""
+    """The smallest integer dtype of kernels for indices of `dim` channels."""
     return torch.uint8 if dim <= 256 else torch.int16
 
 
 def has_whole_order(order: Tensor) -> bool:
-    """Whether each order of channels, integers `[..., dim]`, has every channel once: kernels write by it."""
+    """Whether each order, integers `[..., dim]`, has each channel once: kernels use it as an index to write to."""
     channels = torch.arange(order.shape[-1], dtype=torch.int64, device=order.device)
     return bool((order.long().sort(dim=-1).values == channels).all())
 
@@ -126,15 +126,15 @@ def list_fields(dim: int, value_dim: int, words: int, capacity: int) -> dict[str
 
 
 def view_span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
-    """A view of what belongs to tokens `start..stop`, whole segments of a bulk, of one of a sketch's `CODES` `[rows,
-    kv_heads, ...]`."""
+    """A view of the part of `tensor`, a sketch's `CODES` of this name `[rows, kv_heads, ...]`, for tokens
+    `start..stop`, whole segments of a bulk."""
     if name in TOKENS:
         return tensor[..., start:stop]
     return tensor[:, :, start // SEGMENT_TOKENS : count_segments(stop) if stop else 0]
 
 
 def set_floor(values: Tensor, share: float) -> Tensor:
-    """`values` `[..., dim]`, at least so much of their mean; 1 where all are 0."""
+    """`values` `[..., dim]`, raised to at least `share` times their mean; ones where all are 0."""
     at_least = values.clamp_min(share * values.mean(dim=-1, keepdim=True))
     return torch.where(at_least > 0, at_least, 1.0)
 
@@ -155,7 +155,7 @@ def unpack_slopes(slopes: Tensor) -> Tensor:
 
 
 def find_fit(keys: Tensor, energies: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The centre, order and weights that segments of float32 keys are coded under; arguments as for `quantize`."""
+    """Centres, order and weights of segments of float32 keys; arguments as for `quantize`."""
     centre = keys.mean(dim=-2).to(torch.bfloat16)
     centred = keys - centre.float().unsqueeze(-2)
     variances = set_floor(centred.square().mean(dim=-2), MIN_VARIANCE)
@@ -197,17 +197,17 @@ def quantize(
     if energies is None:
         energies = wide.new_ones(layout.dim)
     energies = set_floor(energies.float().expand(*wide.shape[:-2], -1), MIN_ENERGY)
-    found = find_fit(wide, energies, layout) if fit is None else {name: fit[name] for name in FIT}
-    most = None if fit is None else SCALE_LEVELS * found["units"]
-    order = found["order"].long()
+    used = find_fit(wide, energies, layout) if fit is None else {name: fit[name] for name in FIT}
+    most = None if fit is None else SCALE_LEVELS * used["units"]
+    order = used["order"].long()
     # A rotated channel's error goes to all channels of its block alike.
-    importance = energies.gather(-1, order) / found["weights"].float().square()
+    importance = energies.gather(-1, order) / used["weights"].float().square()
     importance = importance.unflatten(-1, (-1, BLOCK)).mean(dim=-1).repeat_interleave(BLOCK, dim=-1)
-    codes, scale = round_keys(wide, found, importance[..., : layout.coded], most, layout)
-    unit = scale.amax(dim=-1) / SCALE_LEVELS if fit is None else found["units"]
+    codes, scale = round_keys(wide, used, importance[..., : layout.coded], most, layout)
+    unit = scale.amax(dim=-1) / SCALE_LEVELS if fit is None else used["units"]
     scales = torch.round(scale / unit.clamp_min(TINY).unsqueeze(-1)).clamp(0, SCALE_LEVELS)
-    made = {"codes": codes, "scales": scales.to(torch.uint8), "units": unit}
-    return made | found | {"mean_squares": average_squares(scales, unit)}
+    coded = {"codes": codes, "scales": scales.to(torch.uint8), "units": unit}
+    return coded | used | {"mean_squares": average_squares(scales, unit)}
 
 
 def average_squares(scales: Tensor, units: Tensor) -> Tensor:
@@ -216,8 +216,8 @@ def average_squares(scales: Tensor, units: Tensor) -> Tensor:
 
 
 def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> dict[str, Tensor]:
-    """As `quantize`, of whole segments, or of all tokens up to a bulk's last; all tokens side by side again. `energies`
-    are of the leading dimensions and `[dim]`."""
+    """`CODES` of `keys` `[..., tokens, dim]`, by name: whole segments, or all tokens up to a bulk's last. Fields
+    are laid out as in `list_fields`, tokens or segments side by side. `energies` float32 are `[..., dim]`, or None."""
     tokens = keys.shape[-2]
     start = find_segment_start(tokens) if tokens % SEGMENT_TOKENS else tokens
     parts = []
@@ -225,22 +225,22 @@ def quantize_segments(keys: Tensor, energies: Tensor | None, layout: Layout) -> 
         if part.shape[-2]:
             segments = part.unflatten(-2, (-1, size))
             each = None if energies is None else energies.unsqueeze(-2)
-            made = quantize(segments, each, layout)
-            made["codes"] = made["codes"].transpose(-3, -2).flatten(-2)  # all tokens of a word side by side
-            parts.append(made | {"scales": made["scales"].flatten(-2)})
+            coded = quantize(segments, each, layout)
+            coded["codes"] = coded["codes"].transpose(-3, -2).flatten(-2)  # all tokens of a word side by side
+            parts.append(coded | {"scales": coded["scales"].flatten(-2)})
     axes = {"centres": -2, "order": -2, "weights": -2}
     return {name: torch.cat([part[name] for part in parts], dim=axes.get(name, -1)) for name in parts[0]}
 
 
-def average_channels(made: dict[str, Tensor], layout: Layout, length: int) -> dict[str, Tensor]:
-    """`noise` and `variances` of a sketch of `length` tokens, from its tensors of segments, none of them unused."""
-    count, device = made["units"].shape[-1], made["units"].device
+def average_channels(codes: dict[str, Tensor], layout: Layout, length: int) -> dict[str, Tensor]:
+    """`noise` and `variances` of a sketch of `length` tokens, from its `CODES` without unused room."""
+    count, device = codes["units"].shape[-1], codes["units"].device
     tokens = torch.full((count,), SEGMENT_TOKENS, dtype=torch.float32, device=device)
     tokens[-1:].fill_(length - find_segment_start(length))  # a number that is assigned is copied, and waited for
-    share, square = tokens / length, made["weights"].float().square()
-    noise = layout.find_errors(device) / square * (made["mean_squares"] * share).unsqueeze(-1)  # [..., segments, dim]
+    share, square = tokens / length, codes["weights"].float().square()
+    noise = layout.find_errors(device) / square * (codes["mean_squares"] * share).unsqueeze(-1)  # [..., segments, dim]
     variances = share.unsqueeze(-1) / (square * layout.find_half_steps(device).square())
-    order = made["order"].long()
+    order = codes["order"].long()
     return {
         name: torch.zeros_like(ordered).scatter_(-1, order, ordered).sum(dim=-2)
         for name, ordered in (("noise", noise), ("variances", variances))
@@ -248,7 +248,7 @@ def average_channels(made: dict[str, Tensor], layout: Layout, length: int) -> di
 
 
 def estimate_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: float, expected: bool = True) -> Tensor:
-    """What one head's `length` coded keys are expected to weigh, as scores `[queries, length]` float32.
+    """Scores float32 `[queries, length]` of one head's coded keys, whose exponential is a weight's expected value.
 
     A score is off by a Gaussian of variance `sigma^2 = scaling^2 sum_i (q / w)_i^2 e_i^2 scale^2`, `e_i^2` the squared
     error of a value (`Layout.find_errors`); the mean of its exponential is that of `score + sigma^2 / 2`, which is what
@@ -264,7 +264,7 @@ def estimate_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: floa
     rotated = rotate(weighed[..., : layout.coded])
     unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_PEAK) / QUERY_LEVELS
     integers = torch.round(rotated / unit)
-    found, closed = [], [(0, start, count - 1)] if start else []
+    spans, closed = [], [(0, start, count - 1)] if start else []
     for first, stop, segments in (*closed, (start, length, 1)):
         which = slice(first // SEGMENT_TOKENS, first // SEGMENT_TOKENS + segments)
         odd_levels = unpack(sketch.codes[:, first:stop], layout).unflatten(0, (segments, -1))
@@ -272,5 +272,5 @@ def estimate_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: floa
         middle = torch.matmul(sketch.centres[which].float(), query.mT).unsqueeze(-1) * scaling
         scale = sketch.scales[first:stop].float().unflatten(0, (segments, 1, -1)) * sketch.units[which, None, None]
         scores = middle + scale * (scaling * unit[which] * products + spread[which] * scale)
-        found.append(scores.transpose(0, 1).flatten(1))  # of [segments, queries, tokens]
-    return torch.cat(found, dim=1)
+        spans.append(scores.transpose(0, 1).flatten(1))  # of [segments, queries, tokens]
+    return torch.cat(spans, dim=1)

@@ -1,10 +1,10 @@
-"""Tokens of a bulk in few bits, a record each: what the sketch leaves of the key, and the value.
+"""Tokens of a bulk in few bits, a record each: the residual of the key after the sketch, and the value.
 
     R (m * (k - k_hat)) ~ b * odd        R v ~ d * odd
 
-`k_hat` is what the sketch says of the key, `m` the square root of the query energies, `R` Hadamard blocks, `odd` odd
-integers. A score is the sketch's and `scaling * b * (R (q / m))·odd`: no key is decoded. A sum of values is turned
-back once.
+`k_hat` is the key as the sketch has it, `m` the square root of the query energies, `R` a rotation by Hadamard blocks,
+`odd` odd integers, `b` and `d` scales. A score is the sketch's plus `scaling * b * (R (q / m))·odd`: no key is decoded.
+A sum of values is rotated back once.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,14 @@ from . import SEGMENT_TOKENS, Layout, find_peak, rotate, unpack
 from .codec import MIN_ENERGY, set_floor
 
 RECORD_BITS = (8, 6, 5, 4, 3)  # of a value
-# By what is asked for, the bits of a key's residual and of a value: eval/results/rungs-*.csv. With the sketch a token
-# takes 0.41 and 0.32 of 16 bits.
+# By `bulk_bits`, the bits of a key's residual and of a value: eval/results/rungs-*.csv. With its part of the sketch a
+# token takes 0.41 and 0.32 of its bytes in 16 bits.
 RUNGS = {8: (5, 6), 4: (4, 4)}
 SCALE = torch.bfloat16  # the dtype of scales: its range is that of all models' dtypes
 ALIGNMENT = 4  # bytes
 STRIDES = {"cuda": 32}  # bytes, by the type of the device that computes: records begin at multiples there
-WIDE = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}  # of as many bytes as a plane's byte has values
+# By bits of a plane, the dtype with as many bytes as a byte of the plane has values.
+WIDE = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class RecordLayout:
     """
 
     dim: int  # channels of a key, a multiple of 8
-    value_dim: int  # of a value, likewise; none of latents, whose values are channels of the keys
+    value_dim: int  # of a value, a multiple of 8; 0 for latents, whose values are channels of the keys
     key_bits: int
     value_bits: int
 
@@ -45,18 +46,18 @@ class RecordLayout:
 
     @staticmethod
     def from_bits(dim: int, value_dim: int, bits: int) -> "RecordLayout | None":
-        """Of a rung, 8 or 4; None for 16 bits, as the model made them, or for tokens that there are no records of."""
+        """The layout for `bits` 8 or 4 (`RUNGS`); None for 16, and for sizes that records do not serve."""
         rung = RUNGS.get(bits)
         return RecordLayout(dim, value_dim, *rung) if rung and RecordLayout.serves(dim, value_dim) else None
 
     @property
     def key_bytes(self) -> int:
-        """Of a key's planes, which begin at byte 4."""
+        """Bytes of a key's planes, which begin at byte 4."""
         return self.dim * self.key_bits // 8
 
     @property
     def value_bytes(self) -> int:
-        """Of a value's planes, which follow the key's."""
+        """Bytes of a value's planes, which follow the key's."""
         return self.value_dim * self.value_bits // 8
 
     @property
@@ -65,18 +66,18 @@ class RecordLayout:
         return -(-(2 * SCALE.itemsize + self.key_bytes + self.value_bytes) // ALIGNMENT) * ALIGNMENT
 
     def find_stride(self, device: torch.device) -> int:
-        """Bytes from one record to the next where `device` computes, behind a record zeros. What crosses a bus is
-        whole sectors of it, and begins with one."""
+        """Bytes from one record to the next where `device` computes; zeros follow a record. A bus transfers whole
+        sectors, so each record begins with one."""
         step = STRIDES.get(device.type, ALIGNMENT)
         return -(-self.size // step) * step
 
 
 @dataclass(eq=False)
 class Records:
-    """Of each row's bulk of `MIN_TOKENS` and more, for kernels."""
+    """Records of the rows with at least `MIN_TOKENS` in the bulk, for kernels."""
 
-    tensor: Tensor  # uint8 `[batch, kv_heads, capacity, stride]`: of closed segments
-    open: Tensor  # likewise, `[batch, kv_heads, room, stride]` on the compute device: of the tokens that follow
+    tensor: Tensor  # of closed segments, uint8 `[batch, kv_heads, capacity, stride]`
+    open: Tensor  # of the open segment, uint8 `[batch, kv_heads, room, stride]` on the compute device
     weights: Tensor  # `m`, float32 `[kv_heads, dim]`
     layout: RecordLayout
 
@@ -105,8 +106,8 @@ def find_query_weights(energies: Tensor | None, dim: int, device: torch.device) 
 
 
 def estimate_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = None) -> Tensor:
-    """`k_hat` float32 `[..., tokens, dim]`, of what `quantize_segments` returned for these tokens; or of any tokens, if
-    `of`, int64 `[tokens]`, says which of the segments each is of."""
+    """`k_hat` float32 `[..., tokens, dim]`, from `made`, the `CODES` of these tokens by `quantize_segments`. If
+    `of` is given, int64 `[tokens]`, it is the index of each token's segment, and tokens may be any."""
     tokens, count = made["scales"].shape[-1], made["units"].shape[-1]
     if of is None and count > 1 and tokens != count * SEGMENT_TOKENS:  # the last one of a bulk may be longer
         of = torch.arange(tokens, dtype=torch.int64, device=made["units"].device).div(
@@ -115,8 +116,8 @@ def estimate_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = N
         of = of.clamp_max(count - 1)
 
     def of_tokens(name: str) -> Tensor:
-        found = made[name]
-        return found.unsqueeze(-2) if of is None else found[..., of, :].unsqueeze(-3)
+        by_segment = made[name]
+        return by_segment.unsqueeze(-2) if of is None else by_segment[..., of, :].unsqueeze(-3)
 
     segments = count if of is None else 1
     codes, scales = made["codes"].unflatten(-1, (segments, -1)).movedim(-3, -2), made["scales"].float()
@@ -130,13 +131,13 @@ def estimate_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = N
 
 
 def turn(values: Tensor) -> Tensor:
-    """`R` of float32 `[..., channels]`, by blocks of `find_block` channels, if there are any."""
+    """`R` times float32 `values` `[..., channels]`, by blocks of `find_block` channels, if there are any."""
     return rotate(values, find_block(values.shape[-1])) if values.shape[-1] else values
 
 
 def code_tokens(keys: Tensor, values: Tensor, predicted: Tensor, weights: Tensor, layout: RecordLayout) -> Tensor:
-    """Records uint8 `[..., tokens, size]` of keys `[..., tokens, dim]`, of which the sketch says `predicted`, and
-    values `[..., tokens, value_dim]`. `weights` are `m`, `[..., dim]`."""
+    """Records uint8 `[..., tokens, size]` of keys `[..., tokens, dim]` and values `[..., tokens, value_dim]`.
+    `predicted` is `k_hat` `[..., tokens, dim]`, `weights` are `m` `[..., dim]`."""
     residual = (keys.float() - predicted) * weights.unsqueeze(-2)
     parts, scales = [], []
     for wide, bits in ((residual, layout.key_bits), (values.float(), layout.value_bits)):
@@ -185,12 +186,12 @@ def unpack_planes(packed: Tensor, bits: int) -> Tensor:
 
 
 def _make_shifts(plane: int, device: torch.device) -> Tensor:
-    """uint8 `[8 / plane]`, of the values of a byte."""
+    """uint8 `[8 / plane]`: the shift, in bits, of each value in a byte of a plane."""
     return torch.arange(0, 8, plane, dtype=torch.uint8, device=device)
 
 
 def _read_scales(records: Tensor) -> Tensor:
-    """Float32 `[..., tokens, 2]`: a key's, a value's."""
+    """Scales float32 `[..., tokens, 2]`: `b` of the key, `d` of the value."""
     return records[..., : 2 * SCALE.itemsize].contiguous().view(SCALE).float()
 
 
@@ -211,24 +212,25 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def decode_keys(records: Tensor, predicted: Tensor, weights: Tensor, layout: RecordLayout) -> Tensor:
-    """Float32 `[..., tokens, dim]`; `predicted` and `weights` as for `code_tokens`."""
+    """Keys float32 `[..., tokens, dim]`; `predicted` and `weights` as for `code_tokens`."""
     turned = _read_scales(records)[..., :1] * turn(unpack_keys(records, layout))
     return predicted + turned / weights.unsqueeze(-2)
 
 
 def decode_values(records: Tensor, layout: RecordLayout) -> Tensor:
-    """Float32 `[..., tokens, value_dim]`."""
+    """Values float32 `[..., tokens, value_dim]`."""
     return _read_scales(records)[..., 1:] * turn(unpack_values(records, layout))
 
 
 def score_residuals(query: Tensor, records: Tensor, weights: Tensor, layout: RecordLayout, scaling: float) -> Tensor:
-    """What residuals add to the sketch's scores: float32 `[..., queries, tokens]` of a query `[..., queries, dim]`."""
+    """The residuals' part of scores, float32 `[..., queries, tokens]`, of a query `[..., queries, dim]`. It is added to
+    the sketch's."""
     turned = turn(query.float() / weights.unsqueeze(-2))
     return scaling * torch.matmul(turned, unpack_keys(records, layout).mT) * _read_scales(records)[..., 0].unsqueeze(-2)
 
 
 def sum_values(shares: Tensor, records: Tensor, layout: RecordLayout) -> Tensor:
-    """Float32 `[..., queries, value_dim]`: values times attention's `shares` `[..., queries, tokens]`, turned back
-    once."""
+    """Sums of values, float32 `[..., queries, value_dim]`, weighed by attention's `shares` `[..., queries, tokens]`.
+    The sum is rotated back, not each value."""
     weighed = shares * _read_scales(records)[..., 1].unsqueeze(-2)
     return turn(torch.matmul(weighed, unpack_values(records, layout)))

@@ -69,7 +69,7 @@ class QAdALayer(Asker, DynamicLayer):
         self.padding = NONE  # of these tokens; shared by the layers of a cache
 
     def drop_plans(self) -> None:
-        """Of all askers: buffers may be replaced."""
+        """Drop the plans of all askers, as buffers of the storage may be replaced."""
         for asker in self.askers:
             asker.plan = None
 
@@ -93,9 +93,9 @@ class QAdALayer(Asker, DynamicLayer):
     def _keep_by_options(self, store: TokenStore) -> None:
         options, near = self.options, store.near_keys
         store.keep_moments(track=options.tracks_moments, update=options.update_moments, kernels=options.kernels)
-        if (own := options.query_energies) is not None:
-            own = self.shared.model.shard.take_own(own[self.index])[: near.shape[1], : near.shape[3]]
-        store.keep_sketch(options.sketch_bits, own, select=options.selects_tokens, kernels=options.kernels)
+        if (energies := options.query_energies) is not None:
+            energies = self.shared.model.shard.take_own(energies[self.index])[: near.shape[1], : near.shape[3]]
+        store.keep_sketch(options.sketch_bits, energies, select=options.selects_tokens, kernels=options.kernels)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """An empty store for tensors like these `[batch, kv_heads, tokens, dim]`."""
@@ -111,7 +111,7 @@ class QAdALayer(Asker, DynamicLayer):
             bulk_bits=self.options.bulk_bits,
         )
         self._keep_by_options(store)
-        self.store, self.is_initialized = store, True  # only now: memory may have run out before
+        self.store, self.is_initialized = store, True  # last: an allocation above may fail
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Tag new tokens `[batch, kv_heads, tokens, dim]`; the result is for our attention function alone. RuntimeError
@@ -143,21 +143,21 @@ class QAdALayer(Asker, DynamicLayer):
         return tagged, value_states
 
     def find_new(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What is stored of the tokens that attention is called with; None, if they were not handed out last."""
+        """The keys and values to store for those of a call of attention; None, unless `update` returned them last."""
         return (key, value) if self.incoming is key else None
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """What a file keeps of the layer beside its store, by name: `[batch, tokens, dim]`."""
+        """Tensors `[batch, tokens, dim]` that a file has of the layer and that are not in its store, by name."""
         return {}
 
     def restore_beside(self, kept: dict[str, Tensor]) -> None:
-        """Take it back from a file; ValueError, if it is nothing that this layer keeps, or does not fit."""
+        """Restore `beside` from a file; ValueError, if this layer has no such tensors, or they do not fit."""
         if kept:
             raise ValueError(f"layer {self.index} keeps no {', '.join(kept)}")
 
     def check_rows(self, rows: int) -> None:
-        """Raise RuntimeError if these are none, or not as many as are held."""
+        """Raise RuntimeError if a call has no rows, or another number of rows than the store."""
         held = rows if self.store is None else self.store.batch
         if not rows or rows != held:
             raise RuntimeError(
@@ -195,17 +195,17 @@ class QAdALayer(Asker, DynamicLayer):
         refuse_moves("offload()")
 
     def prefetch(self) -> None:
-        """Refused: what is read is fetched."""
+        """Refused: a call copies the tokens that it reads by itself."""
         refuse_moves("prefetch()")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The tokens that a mask of a call of `query_length` is for, and the first of them."""
+        """The number of tokens that the mask of a call of `query_length` covers, and the first of them."""
         # Graphs know no such class, and models of shared keys cut masks by queries.
         plain = torch.compiler.is_compiling() or self.shared.model.readers
         return (int if plain else Seen)(self.seen + query_length), 0
 
     def get_seq_length(self) -> int:
-        """Logical tokens held, padding included."""
+        """The number of logical tokens, padding included."""
         return self.seen
 
     def crop(self, tokens_to_remove: int) -> None:

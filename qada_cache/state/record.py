@@ -1,4 +1,4 @@
-"""Layers as records for a file, and back. No number is believed unchecked; those of transformers are checked beside."""
+"""Layers as records for a file, and back. All numbers of a file are checked; `stock.py` checks transformers' layers."""
 
 import operator
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from .counters import AUDITED, COUNTER_NAMES, Counters
 from .layer import QAdALayer
 from .stock import COUNTED, require_fit
 
-BULK = ("bulk_keys", "bulk_values")  # those beside a coded bulk's records
+BULK = ("bulk_keys", "bulk_values")  # of a coded bulk: tokens without a record
 RECORDS = "bulk_records"
-HITS = "resident_hit_bytes"  # in older files, more bytes that were read of the bulk
-_SHAPES = {  # the same word is the same size wherever it stands
+HITS = "resident_hit_bytes"  # in older files: bulk bytes that were read, not in `bulk_read_bytes`
+_SHAPES = {  # equal words stand for equal sizes
     "near_keys": "batch kv_heads columns dim",
     "near_values": "batch kv_heads columns value_dim",
     "bulk_keys": "batch kv_heads room dim",
@@ -38,30 +38,32 @@ _DTYPES = {"mean": torch.float32, "covariance": torch.float32, "local_heads": to
 
 
 def record_layer(layer: QAdALayer) -> dict[str, Any]:
-    """Everything `restore_layer` needs. Unused room of buffers is left out. The bulk's tensors keep theirs, as they are
-    used in the file itself, and other tokens may follow."""
+    """The record of a layer, for `restore_layer`. Unused room of buffers is left out, except in the bulk's tensors: a
+    loaded cache uses them in the mapped file, and appends tokens to them."""
     layer.check_attended()
     if (store := layer.store) is None:
         return {}
     bulk, used = store.bulk, slice(0, store.sinks + store.end)
     bulk.synchronize()
-    room, beside = bulk.capacity if any(bulk.stored) else 0, bulk.lengths
-    held: dict[str, Any] = {}
+    # Room and each row's length of `BULK`.
+    room, lengths = bulk.capacity if any(bulk.stored) else 0, bulk.lengths
+    bulk_fields: dict[str, Any] = {}
     if isinstance(bulk, CodedBulk):
-        held[RECORDS] = PaddedTensor(bulk.tensors[0][..., : bulk.layout.size], bulk.stored, room)
-        beside = list(map(operator.sub, bulk.lengths, bulk.stored))
-        room = max(beside, default=0)
+        bulk_fields[RECORDS] = PaddedTensor(bulk.tensors[0][..., : bulk.layout.size], bulk.stored, room)
+        lengths = list(map(operator.sub, bulk.lengths, bulk.stored))
+        room = max(lengths, default=0)
         if any(bulk.reopened):
-            held["reopened"] = [[segment.record for segment in segments] for segments in bulk.reopened]
+            bulk_fields["reopened"] = [[segment.record for segment in segments] for segments in bulk.reopened]
         if any(bulk.recoded):
-            held["recoded"] = [sorted(segments) for segments in bulk.recoded]
-    held |= {name: PaddedTensor(t, beside, room) for name, t in zip(BULK, (bulk.keys, bulk.values), strict=True)}
+            bulk_fields["recoded"] = [sorted(segments) for segments in bulk.recoded]
+    tensors = zip(BULK, (bulk.keys, bulk.values), strict=True)
+    bulk_fields |= {name: PaddedTensor(tensor, lengths, room) for name, tensor in tensors}
     record = {
         "seen": layer.seen,
         "padding": [(0, layer.padding.known)] if layer.padding.known.numel() else [],
         **layer.counters.record,
         **{"near_keys": store.near_keys[:, :, used], "near_values": store.near_values[:, :, used]},
-        **held,
+        **bulk_fields,
         **{"lengths": store.lengths, "flushed": store.flushed, "stored": bulk.lengths, "decoded": store.decoded},
         **{"exact": store.exact, "alike": store.alike},
     }
@@ -96,12 +98,12 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         if isinstance(bulk, CodedBulk):
             bulk.fill(source, (fit_records(record[RECORDS], bulk.stride),), list(map(count_closed, stored)))
             bulk.put_beside(keys, values, stored)
-            if "reopened" in record and bulk.sketch is not None:  # which old files lack, and those without crops
+            if "reopened" in record and bulk.sketch is not None:  # old files lack it, and those without crops
                 rooms = [length - store.sinks - first for length, first in zip(store.lengths, bulk.stored, strict=True)]
                 bulk.reopened = restore_segments(record["reopened"], rooms, bulk.sketch, bulk.layout)
             recoded = record.get("recoded", [[]] * len(stored))
-            whole = len(recoded) == len(stored) and {type(index) for row in recoded for index in row} <= {int}
-            require_fit(f"layer {layer.index}", whole, f"recoded segments {recoded}", f"ints, for {len(stored)} rows")
+            fits = len(recoded) == len(stored) and {type(index) for row in recoded for index in row} <= {int}
+            require_fit(f"layer {layer.index}", fits, f"recoded segments {recoded}", f"ints, for {len(stored)} rows")
             bulk.recoded = list(map(frozenset, recoded))
         else:
             bulk.fill(source, (keys, values), stored)
@@ -113,14 +115,14 @@ def restore_layer(layer: QAdALayer, record: dict[str, Any], source: PrivateMap |
         raise ValueError(f"layer {layer.index} is no record of a layer: {error!r}") from error
     layer.seen, layer.padding = record["seen"], padding
     layer.restore_beside(record.get("beside", {}))
-    for asker, counted in zip(layer.askers, (record, *record.get("readers", {}).values()), strict=True):
-        asker.counters = Counters(**{name: counted[name] for name in COUNTER_NAMES})
+    for asker, counts in zip(layer.askers, (record, *record.get("readers", {}).values()), strict=True):
+        asker.counters = Counters(**{name: counts[name] for name in COUNTER_NAMES})
     layer.counters.bulk_read_bytes += record.get(HITS, 0)
 
 
 def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
-    """The record's padding; ValueError at a number or a shape that cannot be, KeyError, TypeError or AttributeError if
-    something is missing, or of a kind that no record holds."""
+    """The padding of a record, after checks. ValueError at a number or shape that no layer of these options has,
+    KeyError, TypeError or AttributeError if a field is missing, or of a type that no record has."""
     options, require = layer.options, partial(require_fit, f"layer {layer.index}")
     lengths, flushed = record["lengths"], record["flushed"]
     sinks, window = options.sink_tokens, options.window
@@ -128,15 +130,15 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     sizes = {"batch": len(lengths)}
     _check_shapes(require, record, ("near_keys", "near_values", *BULK, *tracked), sizes)
     readers = record.get("readers", {})
-    whole = isinstance(readers, dict) and list(readers) == list(layer.readers)
-    require(whole, f"counts of layers {list(readers)}", f"of {list(layer.readers)}, which read its keys")
-    for counted in (record, *readers.values()):
-        _check_counters(require, counted, sizes)
+    fits = isinstance(readers, dict) and list(readers) == list(layer.readers)
+    require(fits, f"counts of layers {list(readers)}", f"of {list(layer.readers)}, which read its keys")
+    for counts in (record, *readers.values()):
+        _check_counters(require, counts, sizes)
     layout = RecordLayout.from_bits(sizes["dim"], sizes["value_dim"], options.bulk_bits)
     if layout is not None:
         shape = list(record[RECORDS].shape)
-        known = [sizes["batch"], sizes["kv_heads"], *shape[2:3], layout.size]
-        require(shape == known, f"records of shape {shape}", f"of shape {known} by the others")
+        wanted = [sizes["batch"], sizes["kv_heads"], *shape[2:3], layout.size]
+        require(shape == wanted, f"records of shape {shape}", f"of shape {wanted} by the others")
         require(record[RECORDS].dtype == torch.uint8, f"records in {record[RECORDS].dtype}", "in torch.uint8")
     for near, far in (("near_keys", "bulk_keys"), ("near_values", "bulk_values")):
         dtype = record[near].dtype
@@ -145,24 +147,26 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     require(type(record["decoded"]) is bool, f"decoded of {record['decoded']}", "a bool")
 
     end, seen = sizes["columns"] - sinks, record["seen"]
-    stored = [max(gone - sinks, 0) for gone in flushed]
+    stored = [max(tokens - sinks, 0) for tokens in flushed]
     rows = [lengths, flushed, record["stored"], *([record["count"]] if options.tracks_moments else [])]
-    whole = all(isinstance(row, list) and len(row) == len(lengths) and {*map(type, row)} <= {int} for row in rows)
-    require(whole and type(seen) is int, f"{seen} tokens seen, in rows of {rows}", f"ints, for {len(lengths)} rows")
+    fits = all(isinstance(row, list) and len(row) == len(lengths) and {*map(type, row)} <= {int} for row in rows)
+    require(fits and type(seen) is int, f"{seen} tokens seen, in rows of {rows}", f"ints, for {len(lengths)} rows")
     most = window + max(window, PENDING_TOKENS)
     require(0 <= end <= most, f"{end} tokens beside {sinks} sinks", f"{most} at most")
     require(rows[2] == stored, f"{rows[2]} tokens in the bulk", f"{stored}, as {flushed} are flushed")
     closed = [0 if layout is None else count_closed(length) for length in stored]
-    beside, most = max(map(operator.sub, stored, closed), default=0), sizes["room"]
-    require(beside <= most, f"{beside} tokens in the bulk", f"{most} at most")
+    uncoded, most = max(map(operator.sub, stored, closed), default=0), sizes["room"]
+    require(uncoded <= most, f"{uncoded} tokens in the bulk", f"{most} at most")
     if layout is not None:
         most = record[RECORDS].shape[2]
         require(max(closed, default=0) <= most, f"{closed} tokens in records", f"{most} at most")
-    recents = [length - gone for length, gone in zip(lengths, flushed, strict=True)]
-    kept = all(gone >= 0 and recent >= (window if gone else 0) for gone, recent in zip(flushed, recents, strict=True))
-    held = f"{lengths} tokens, {flushed} of them flushed, in {end} columns"
+    recents = list(map(operator.sub, lengths, flushed))
+    pairs = zip(flushed, recents, strict=True)
+    fits = all(tokens >= 0 and recent >= (window if tokens else 0) for tokens, recent in pairs)
     require(
-        kept and max(recents, default=0) == end, held, f"a window of {window}, if any are flushed, and as many columns"
+        fits and max(recents, default=0) == end,
+        f"{lengths} tokens, {flushed} of them flushed, in {end} columns",
+        f"a window of {window}, if any are flushed, and as many columns",
     )
     if options.tracks_moments:
         behind = not options.update_moments and record["decoded"]  # frozen moments leave out decoded tokens
@@ -172,8 +176,8 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
     padding = NONE
     for first, valid in record["padding"]:
         fits = first == 0 and valid.dtype == torch.bool and valid.dim() == 2 and len(valid) == len(lengths)
-        found = f"padding {valid.dtype} {list(valid.shape)} from {first} on"
-        require(fits and valid.shape[1] <= seen, found, f"bool [{len(lengths)}, {seen} at most] from 0 on")
+        what = f"padding {valid.dtype} {list(valid.shape)} from {first} on"
+        require(fits and valid.shape[1] <= seen, what, f"bool [{len(lengths)}, {seen} at most] from 0 on")
         padding = Padding(valid.cpu())
     real = [seen - padded for padded in padding.count_by_row(len(lengths))]
     require(lengths == real, f"{lengths} tokens", f"{real}, of {seen} that were seen")
@@ -185,19 +189,19 @@ def _check(layer: QAdALayer, record: dict[str, Any]) -> Padding:
 
 
 def _check_shapes(require: Any, record: dict[str, Any], names: Sequence[str], sizes: dict[str, int]) -> None:
-    """Raise ValueError at a tensor of another dtype, or of another shape than by `sizes`, which those not known yet are
-    added to."""
+    """Raise ValueError at a tensor with another dtype than in `_DTYPES`, or another shape than in `sizes`, the size by
+    axis; sizes of new axes are added to it."""
     for name in names:
         shape, axes, dtype = list(record[name].shape), _SHAPES[name].split(), record[name].dtype
-        known = [sizes.get(axis, axis) for axis in axes]
+        wanted = [sizes.get(axis, axis) for axis in axes]
         fits = len(shape) == len(axes)
         fits = fits and all(sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape, strict=True))
-        require(fits, f"{name} of shape {shape}", f"of shape {known} by the others")
+        require(fits, f"{name} of shape {shape}", f"of shape {wanted} by the others")
         require(dtype == _DTYPES.get(name, dtype), f"{name} in {dtype}", f"in {_DTYPES.get(name)}")
 
 
 def _check_counters(require: Any, record: dict[str, Any], sizes: dict[str, int]) -> None:
-    """Likewise for what one layer's queries have counted."""
+    """Raise ValueError at a counter of one layer's queries that is no count, or of another shape."""
     _check_shapes(require, record, [name for name in _COUNTED if record[name] is not None], sizes)
     for name, count in [*((name, record[name]) for name in COUNTER_NAMES), (HITS, record.get(HITS, 0))]:
         require(name in ("audited", *_COUNTED) or _is_count(count), f"{name} of {count}", "a count")
@@ -214,19 +218,19 @@ def _is_count(value: Any) -> bool:
 
 
 def check_alike(layers: Sequence[Any]) -> None:
-    """Raise ValueError unless these layers from a file hold the same tokens of as many rows."""
+    """Raise ValueError unless all layers of a file have the same tokens, of as many rows."""
     ours = [layer for layer in layers if isinstance(layer, QAdALayer) and layer.store is not None]
     texts = [(layer.seen, layer.store.lengths, layer.store.flushed) for layer in ours if layer.store is not None]
     if any(text != texts[0] for text in texts) or not all(layer.padding.equals(ours[0].padding) for layer in ours):
         raise ValueError(f"its layers hold different tokens: {texts}")
     stock = [layer for layer in layers if not isinstance(layer, QAdALayer)]
-    held = [getattr(layer, name, None) for layer in stock for name in ("keys", "values")]
+    states = [getattr(layer, name, None) for layer in stock for name in ("keys", "values")]
     for layer in stock:
         for name in ("conv_states", "recurrent_states"):
-            held += (getattr(layer, name, None) or {}).values()
-    rows = {len(state) for state in held if isinstance(state, Tensor) and state.dim() > 1}
+            states += (getattr(layer, name, None) or {}).values()
+    rows = {len(state) for state in states if isinstance(state, Tensor) and state.dim() > 1}
     rows |= {len(lengths) for _, lengths, _ in texts}
-    # Without rows transformers' layers count on, and ours do not.
+    # A batch without rows has no tokens in our layers, while transformers' go on counting.
     seen = {layer.get_seq_length() for layer in layers if hasattr(layer, COUNTED)}
     seen |= {seen for seen, lengths, _ in texts if lengths}
     if len(rows) > 1 or len(seen) > 1:

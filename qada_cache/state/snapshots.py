@@ -1,5 +1,5 @@
-"""States of transformers' own layers at earlier lengths of a text. Such layers hold the end of a text alone: sliding
-ones its last tokens, linear ones what all tokens came to. They cannot be cropped, and go back to a snapshot instead."""
+"""States of transformers' own layers at earlier lengths of a text. A sliding layer has the last tokens alone, and a
+linear layer one state of all tokens. So they cannot be cropped, and go back to a snapshot instead."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,13 @@ from torch import Tensor
 
 from .layer import QAdALayer
 
-EVERY = 512  # tokens between snapshots, at most, near the end of a text
-LONG = 32  # tokens: fewer are read again sooner than a snapshot is taken
+EVERY = 512  # most tokens between two snapshots near the end of a text
+LONG = 32  # tokens of a pass: to read fewer again is faster than to take a snapshot
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The states of all layers but ours after a text's first `tokens`, by the layer's index, on the host; never
-    changed."""
+    """The states of all layers but ours after a text's first `tokens`, by layer index, on the host. Immutable."""
 
     tokens: int
     layers: dict[int, dict[str, Any]]
@@ -27,7 +26,7 @@ class Snapshot:
 
     @staticmethod
     def take(layers: Sequence[Any], tokens: int) -> "Snapshot":
-        """A copy of what the layers hold, which is `tokens` of a text."""
+        """Copy the states of layers that have read `tokens` tokens of a text."""
         others = {index: layer for index, layer in enumerate(layers) if not isinstance(layer, QAdALayer)}
         return Snapshot(tokens, {index: _copy(vars(layer), {}) for index, layer in others.items()})
 
@@ -37,27 +36,27 @@ class Snapshot:
         return sum(map(_count_bytes, self.layers.values()))
 
     def restore(self, layer: Any, index: int) -> None:
-        """Have the layer at `index` hold this state."""
+        """Set the state of the layer at `index` to a copy of its snapshot."""
         with torch.inference_mode(False):  # it may be written to in place later
             vars(layer).update(_copy(self.layers[index], vars(layer)))
 
 
 class Snapshots:
-    """Those of one cache: where long passes ended, the last ones at most `every` tokens apart. The farther from the
-    end, the farther apart: whoever goes on from any place reads again at most a quarter of what follows it."""
+    """The snapshots of one cache, taken where long passes ended: the last ones at most `every` tokens apart, others
+    farther. A crop to any length has to read again at most a quarter of the tokens behind it."""
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.kept: list[Snapshot] = []  # by their tokens
-        self._before = 0  # tokens held when the last pass began
+        self.kept: list[Snapshot] = []  # ascending by `tokens`
+        self._before = 0  # the cache's tokens when the last pass began
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take, which copies of a cache have in common."""
+        """Bytes of all snapshots; copies of a cache share them."""
         return sum(snapshot.nbytes for snapshot in self.kept)
 
     def begin_pass(self, layers: Sequence[Any], tokens: int) -> None:
-        """A pass begins on layers that hold so many tokens, wholly."""
+        """Take a snapshot, if the last pass was long. Called before a pass, while all layers have `tokens` tokens."""
         read, self._before = tokens - self._before, tokens
         self.forget_behind(tokens)
         if read >= LONG and self.find(tokens) is None:
@@ -65,16 +64,16 @@ class Snapshots:
             self._thin_out()
 
     def forget_behind(self, tokens: int) -> None:
-        """Drop those of longer texts."""
+        """Drop snapshots of more than `tokens` tokens."""
         self.kept = [snapshot for snapshot in self.kept if snapshot.tokens <= tokens]
 
     def find(self, tokens: int) -> Snapshot | None:
-        """That of a text of so many tokens."""
+        """The snapshot of exactly `tokens` tokens; None without one."""
         return next((snapshot for snapshot in self.kept if snapshot.tokens == tokens), None)
 
     def plan(self, tokens: int, least: int) -> list[int]:
-        """How a pass over `tokens` is to be cut so that snapshots are left where they are kept: the pieces' tokens, at
-        least `least` each."""
+        """The sizes in tokens of pieces into which a pass over `tokens` is cut, so that `_thin_out` keeps a snapshot of
+        each: at least `least` each."""
         cuts, distance = list[int](), self.every
         while tokens - distance >= least:
             cuts.append(tokens - distance)
@@ -91,17 +90,17 @@ class Snapshots:
                 del self.kept[place]
 
 
-def _copy(held: Any, now: Any) -> Any:
-    """Tensors as copies of their own, as a layer writes to them or holds a part of a larger one: where those of `now`
-    lie, or on the host."""
-    if isinstance(held, dict):
-        return {name: _copy(each, now.get(name) if isinstance(now, dict) else None) for name, each in held.items()}
-    if not isinstance(held, Tensor):
-        return held
-    return held.clone(memory_format=torch.contiguous_format).to(now.device if isinstance(now, Tensor) else "cpu")
+def _copy(state: Any, like: Any) -> Any:
+    """A copy of a tensor, or of a dict of tensors, on the device of the same tensor in `like`, else on the host. It is
+    a clone, as a layer writes to them, or has a view of a larger one."""
+    if isinstance(state, dict):
+        return {name: _copy(each, like.get(name) if isinstance(like, dict) else None) for name, each in state.items()}
+    if not isinstance(state, Tensor):
+        return state
+    return state.clone(memory_format=torch.contiguous_format).to(like.device if isinstance(like, Tensor) else "cpu")
 
 
-def _count_bytes(held: Any) -> int:
-    if isinstance(held, dict):
-        return sum(map(_count_bytes, held.values()))
-    return held.nbytes if isinstance(held, Tensor) else 0
+def _count_bytes(state: Any) -> int:
+    if isinstance(state, dict):
+        return sum(map(_count_bytes, state.values()))
+    return state.nbytes if isinstance(state, Tensor) else 0

@@ -1,4 +1,4 @@
-"""What a file may put into one of transformers' layers: its own attributes, each of the kind that stands there."""
+"""Checks what a file may set on one of transformers' layers: the attributes of a new layer, each of the same kind."""
 
 from functools import partial
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COUNTED = "cumulative_length"  # the one number of such a layer that a text changes
-# Attributes that a layer has from its first tokens on.
+COUNTED = "cumulative_length"  # the only numeric attribute of such a layer that changes with its tokens
+# Attributes that a layer gets with its first tokens.
 _LATER = {
     **{"device": torch.device, "dtype": torch.dtype},
     **{"indexer_device": torch.device, "indexer_dtype": torch.dtype},
 }
-# What comes instead of None if it is no tensor.
+# Types of attributes that are None at first and later no tensor.
 _FOLLOWING = {"conv_kernel_size": int, **_LATER}
 _STATES = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
 
@@ -25,14 +25,14 @@ def require_fit(holder: str, fits: Any, what: str, wanted: str = "") -> None:
 
 def check_stock(layer: Any, record: dict[str, Any]) -> None:
     """Raise ValueError unless `record` has the attributes of `layer`, a new and empty one, and no others, with values
-    that such a layer may come to hold."""
+    that a layer of its class may have."""
     fresh, require = vars(layer), partial(require_fit, f"a {type(layer).__name__}")
     for name in record:
-        own = name in fresh or (name in _LATER and not hasattr(layer, name))
-        require(own, f"an attribute {name!r}", f"one of {', '.join(fresh)}")
-    for name, made in fresh.items():
+        allowed = name in fresh or (name in _LATER and not hasattr(layer, name))
+        require(allowed, f"an attribute {name!r}", f"one of {', '.join(fresh)}")
+    for name, initial in fresh.items():
         require(name in record, f"no {name}")
-        _check_kind(require, name, made, record[name])
+        _check_kind(require, name, initial, record[name])
     for name in record.keys() - fresh.keys():
         _check_kind(require, name, None, record[name])
     _check_keys(require, fresh, record)
@@ -46,25 +46,27 @@ def check_stock(layer: Any, record: dict[str, Any]) -> None:
         require(fits and (state is None) is (size is None), f"conv_kernel_size of {size} beside another state")
 
 
-def _check_kind(require: Any, name: str, made: Any, kept: Any) -> None:
-    """Raise ValueError unless `kept` may stand where a new layer has `made`."""
-    what = f"{name} of {kept!r:.80}"
-    if isinstance(made, dict):
-        require(isinstance(kept, dict) and made.keys() == kept.keys(), what)
-        for place, each in made.items():
-            _check_kind(require, name, each, kept[place])
-    elif made is None:
+def _check_kind(require: Any, name: str, initial: Any, saved: Any) -> None:
+    """Raise ValueError unless a layer whose attribute was `initial` when new may have `saved` later."""
+    what = f"{name} of {saved!r:.80}"
+    if isinstance(initial, dict):
+        require(isinstance(saved, dict) and initial.keys() == saved.keys(), what)
+        for place, each in initial.items():
+            _check_kind(require, name, each, saved[place])
+    elif initial is None:
         kind = _FOLLOWING.get(name, Tensor)
-        require(kept is None or (isinstance(kept, kind) and type(kept) is not bool), what, f"a {kind.__name__}")
-    elif isinstance(made, Tensor):
-        require(isinstance(kept, Tensor) and kept.dtype == made.dtype and made.equal(kept.to(made.device)), what)
+        require(saved is None or (isinstance(saved, kind) and type(saved) is not bool), what, f"a {kind.__name__}")
+    elif isinstance(initial, Tensor):
+        same = isinstance(saved, Tensor) and saved.dtype == initial.dtype and initial.equal(saved.to(initial.device))
+        require(same, what)
     else:
-        changes = type(made) is bool or name == COUNTED
-        require(type(kept) is type(made) and (changes or kept == made), what, str(type(made) if changes else made))
+        changes = type(initial) is bool or name == COUNTED
+        wanted = str(type(initial) if changes else initial)
+        require(type(saved) is type(initial) and (changes or saved == initial), what, wanted)
 
 
 def _check_keys(require: Any, fresh: dict[str, Any], record: dict[str, Any]) -> None:
-    """Raise ValueError unless keys and values are of as many tokens as the layer counts, or there are none."""
+    """Raise ValueError unless keys and values have the tokens that the layer counts, or both are missing."""
     keys, values = record.get("keys"), record.get("values")
     if keys is None or values is None:
         initialized = record.get("is_initialized", False)

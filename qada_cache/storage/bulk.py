@@ -32,12 +32,12 @@ class Bulk(RowTensors):
     budget (`placement.py`). Otherwise it lies on the compute device, and reads are views.
     """
 
-    beside = Buffer[tuple[Tensor, ...]]()  # on the compute device, tokens that are not in `tensors`
-    sketched_beside = 0  # of these, at most so many of a row that has a sketch
-    decoding_share = 1  # what is decoded at once comes in blocks that are so many times shorter
-    reopened: Sequence[tuple[Any, ...]] = ()  # of each row, see `CodedBulk`
+    beside = Buffer[tuple[Tensor, ...]]()  # on the compute device: tokens that are not in `tensors`
+    sketched_beside = 0  # the most tokens of a row in `beside`, if the row has a sketch
+    decoding_share = 1  # blocks that are decoded at once are so many times shorter
+    reopened: Sequence[tuple[Any, ...]] = ()  # each row's `ReopenedSegment`s, see `CodedBulk`
     sketch: "Buffer[BulkSketch | None]" = Buffer()  # of its keys; `TokenStore` has it follow
-    records: Records | None = None  # what rows with a sketch lie in, if not as keys and values
+    records: Records | None = None  # the coded tokens of rows with a sketch; None: they are stored as keys and values
     _reader: Any = None  # stream of the last kernel that read it in place
 
     def __init__(self, keys: Tensor, values: Tensor, *, offloading: bool, placement: Placement, layer: int) -> None:
@@ -45,7 +45,7 @@ class Bulk(RowTensors):
         is the cache's, `layer` is this one's index."""
         self.device, self.placement, self.layer = keys.device, placement, layer
         self.offloading = offloading and has_own_memory(self.device)
-        # A budget that is told has room from the first flush on, a measured one once a prompt has been read.
+        # A budget in bytes is used from the first flush on, a measured one once a prompt has been read.
         self.offloaded = self.offloading and placement.budget in (0, AUTO)
         self._settled = placement.budget != AUTO or not self.offloading
         self.token_bytes = sum(t.shape[3] * t.element_size() for t in (keys, values))  # of one head, as given
@@ -55,7 +55,7 @@ class Bulk(RowTensors):
         placement.bulks.add(self)
 
     def _start(self, keys: Tensor, values: Tensor) -> None:
-        """Hold nothing yet."""
+        """Start without tokens."""
         self.adopt(None, self._allocate(keys, 0), self._allocate(values, 0), lengths=[0] * keys.shape[0])
 
     @property
@@ -90,14 +90,14 @@ class Bulk(RowTensors):
         return twin
 
     def adopt(self, source: PrivateMap | None, *tensors: Tensor, lengths: list[int]) -> None:
-        """Hold these, `[batch, kv_heads, capacity, *]`, of row `r` the first `lengths[r]` tokens; they are part of
-        `source`, or nobody else's if that is None."""
+        """Use these `tensors` `[batch, kv_heads, capacity, *]` as storage; row `r` has `lengths[r]` tokens. They are
+        part of the mapped file `source`; None: nobody else uses them."""
         self.source, self.tensors = source, tensors
         self.unwritten = [0] * len(lengths) if source is None else list(lengths)
         self._set_lengths(list(lengths))
 
     def fill(self, source: PrivateMap | None, tensors: Sequence[Tensor], lengths: list[int]) -> None:
-        """Start with these, as for `adopt`: in place if storage is plain host memory."""
+        """Store the first tokens, by arguments as of `adopt`: without a copy if storage is plain host memory."""
         if self.mappable and any(lengths):
             self.adopt(source, *tensors, lengths=lengths)
             return
@@ -114,7 +114,8 @@ class Bulk(RowTensors):
             torch.accelerator.synchronize(self.device)
 
     def find_in_place(self) -> tuple[Tensor, Tensor]:
-        """Keys and values where they lie, for a kernel that reads them there; it is made to wait for their copies."""
+        """Keys and values in host or device memory, for a kernel that reads them there. The device's stream waits for
+        copies to the host that are under way."""
         if self.written is not None and not self.written.query():
             wait_event(self.written, self.device)
         self._reader = find_reader(self.device) if self.offloaded else None
@@ -125,13 +126,14 @@ class Bulk(RowTensors):
         self.stored = self.lengths = lengths
 
     def _wait_for_readers(self) -> None:
-        """Before the host writes to the storage, or lets go of it: copies of it, and kernels that read it in place."""
+        """Wait for copies of the storage, and for kernels that read it in place, before the host writes to it or frees
+        it."""
         self.synchronize()
         if self.offloaded and self.capacity:
             torch.accelerator.synchronize(self.device)
 
     def _rebuild(self, index: Sequence[int], capacity: int, *, offloaded: bool) -> None:
-        """Move to a new storage whose row `i` is the old row `index[i]`; to host memory, if the device has no room."""
+        """Move to a new storage whose row `i` is the old row `index[i]`: in host memory, if the device has no room."""
         self._wait_for_readers()
         try:
             moved = self._copy_rows(index, capacity, offloaded=offloaded)
@@ -144,8 +146,8 @@ class Bulk(RowTensors):
         self.adopt(None, *moved, lengths=[self.stored[row] for row in index])
 
     def settle(self) -> None:
-        """Before a query-adaptive call, as a prompt's temporaries are gone: under a measured budget a bulk moves to the
-        device now, if there is room, or never."""
+        """Decide where the bulk lies under a measured budget: it moves to the device now, if there is room, or never.
+        Called before a query-adaptive call, when a prompt's temporaries are freed."""
         if self._settled or not any(self.stored):
             return
         self._settled, rows = True, len(self.stored)
@@ -162,7 +164,7 @@ class Bulk(RowTensors):
                 storage.resize_(0)
 
     def take(self, other: "Bulk") -> None:
-        """Take over another one's tokens for this device; the other is not to be used again."""
+        """Take over another bulk's tokens, for this bulk's device; the other must not be used again."""
         other._wait_for_readers()
         offloaded = self._is_to_leave(len(other.stored), other.capacity)
         self.adopt(None, *other.tensors, lengths=other.stored)
@@ -176,8 +178,8 @@ class Bulk(RowTensors):
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row in `tensors`.
 
-        Layers grow at lengths of their own, which do not depend on how the tokens came: in a long context no step
-        copies more than a few of them, records apart, which grow with each segment or two.
+        Each layer grows at other lengths, which do not depend on the calls that brought the tokens. So in a long
+        context no step copies more than a few layers. Records grow with each segment or two.
         """
         if tokens <= self.capacity:
             return
@@ -190,21 +192,21 @@ class Bulk(RowTensors):
         self._store(rows, keys, values)
 
     def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """The sketch has `made` this of segments that will not change any more."""
+        """Closed segments were coded as `made`, the sketch's `CODES` by name. Here nothing follows from it."""
 
     def code_open(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """The sketch has `made` this of the open segment, all that follows closed ones."""
+        """The open segment was coded as `made`, as for `close`; empty if it is not coded."""
 
     def _store(self, rows: slice, *added: Tensor) -> None:
-        """Add tokens to `tensors`."""
+        """Append `added`, of the kinds of `tensors`, `[rows, kv_heads, tokens, *]`, to rows of equal length."""
         start = self.stored[rows.start]
         stop = start + added[0].shape[2]
         self.reserve(stop)
-        self.unwritten[rows] = [min(same, start) for same in self.unwritten[rows]]
+        self.unwritten[rows] = [min(unwritten, start) for unwritten in self.unwritten[rows]]
         if self.offloaded:
             pairs = [(store[rows, :, start:stop], new) for store, new in zip(self.tensors, added, strict=True)]
             if (copier := find_copier(pairs, self.device, self._kernels)) is None:
-                pairs = [(to[at], new[at]) for to, new in pairs for at in product(*map(range, new.shape[:2]))]
+                pairs = [(to[head], new[head]) for to, new in pairs for head in product(*map(range, new.shape[:2]))]
             self.written = send(pairs, self.device, copier)
         else:
             for store, new in zip(self.tensors, added, strict=True):
@@ -212,68 +214,68 @@ class Bulk(RowTensors):
         self._set_lengths([*self.stored[: rows.start], *[stop] * len(self.stored[rows]), *self.stored[rows.stop :]])
 
     def fetch(self, head: Head, start: int, stop: int) -> AsyncCopy:
-        """Start to copy tokens `start..stop` of one head of one row from the host to the device, as far as `tensors`
-        have them; for `decode`, as what `gather` returns."""
+        """Start to copy one head's tokens `start..stop`, those that are in `tensors`, from the host to the device.
+        `decode` takes the result."""
         at = (slice(head[0], head[0] + 1), slice(head[1], head[1] + 1), self.clip_stored(head[0], start, stop))
         return fetch(tuple(tensor[at] for tensor in self.tensors), self.device, after=self.written)
 
     def gather(self, head: Head, index: Tensor) -> AsyncCopy:
-        """`tensors` `[1, 1, tokens, *]` of some tokens of one head of one row, on their way to the device. `index`
-        int64 `[tokens]`, ascending, lies on the device; reading it on the host waits for it."""
+        """Start to copy one head's tokens `index` of `tensors` to the device, `[1, 1, tokens, *]` each. `index` int64
+        `[tokens]`, ascending, lies on the device; offloaded storage waits for it. `decode` takes the result."""
         if not self.offloaded:
             return AsyncCopy(tuple(tensor[head][index][None, None] for tensor in self.tensors))
         self.synchronize()
-        selected, found = index.cpu(), []
+        selected, gathered = index.cpu(), []
         for store in self.tensors:
-            size, at_once = (len(selected), store.shape[3]), store.is_pinned()
-            room = torch.empty(size, dtype=store.dtype, device="cpu", pin_memory=at_once)
-            found.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
-        return fetch(tuple(found), self.device, after=None)
+            size, pinned_memory = (len(selected), store.shape[3]), store.is_pinned()
+            room = torch.empty(size, dtype=store.dtype, device="cpu", pin_memory=pinned_memory)
+            gathered.append(torch.index_select(store[head], 0, selected, out=room)[None, None])
+        return fetch(tuple(gathered), self.device, after=None)
 
     def choose_stored(self, row: int, index: Tensor) -> Tensor:
-        """Of a row's tokens `index`, ascending, those in `tensors`."""
+        """Those of a row's tokens `index` (ascending) that are in `tensors`."""
         return index
 
     def count_beside_bytes(self, row: int, *, coded: bool) -> int:
-        """Bytes of one head of a token `beside`, as read by `decode`."""
+        """Bytes of one token of one head in `beside`, as `decode` reads them."""
         return self.token_bytes
 
     def decode(
         self, rows: slice, heads: slice, tokens: Tokens, stored: tuple[Tensor, ...], *, coded: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values `[rows, heads, tokens, dim]` of rows of equal length; `stored` is what `tensors` have of
-        these, on the compute device. `coded`: as query-adaptive calls read them, in few bits where there are records.
-        """
+        """Keys and values `[rows, heads, tokens, dim]` of rows of equal length. `stored` are parts of `tensors` on the
+        compute device: those of `tokens` that lie there. `coded`: as query-adaptive calls read them, in few bits where
+        there are records."""
         return stored[0], stored[1]
 
     def read(self, rows: slice, heads: slice, start: int, stop: int, *, coded: bool = False) -> tuple[Tensor, Tensor]:
         """Keys and values `[rows, heads, stop - start, dim]` on the compute device, of rows of equal length: a view, or
         a copy if offloaded. `coded` as for `decode`."""
-        here = self.clip_stored(rows.indices(len(self.stored))[0], start, stop)
-        parts = tuple(tensor[rows, heads, here] for tensor in self.tensors)
-        if self.offloaded and (here.start < here.stop or not self.beside):
+        span = self.clip_stored(rows.indices(len(self.stored))[0], start, stop)
+        parts = tuple(tensor[rows, heads, span] for tensor in self.tensors)
+        if self.offloaded and (span.start < span.stop or not self.beside):
             parts = self._bring(parts)
             limit_reads(parts)
         return self.decode(rows, heads, (start, stop), parts, coded=coded)
 
     def _bring(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copies of what `tensors` have of rows and heads, on the device."""
+        """Copies on the device of `parts` `[rows, heads, tokens, *]` of `tensors`."""
         if (copier := find_copier([(part, part) for part in parts], self.device, self._kernels)) is not None:
-            there = tuple(torch.empty(part.shape, dtype=part.dtype, device=self.device) for part in parts)
-            self.find_in_place()  # it reads them there
-            copier(list(zip(there, parts, strict=True)), self.device)
-            return there
+            copies = tuple(torch.empty(part.shape, dtype=part.dtype, device=self.device) for part in parts)
+            self.find_in_place()  # the copier is a kernel that reads host memory
+            copier(list(zip(copies, parts, strict=True)), self.device)
+            return copies
         heads_of = (pair for row in zip(*parts, strict=True) for pair in zip(*row, strict=True))
-        held = fetch(tuple(part[None, None] for pair in heads_of for part in pair), self.device, after=self.written)
-        return tuple(torch.cat(held.wait()[i :: len(parts)]).view_as(part) for i, part in enumerate(parts))
+        bringing = fetch(tuple(part[None, None] for pair in heads_of for part in pair), self.device, after=self.written)
+        return tuple(torch.cat(bringing.wait()[i :: len(parts)]).view_as(part) for i, part in enumerate(parts))
 
     def cut_spans(self, row: int, start: int = 0, *, heads: int = 1) -> list[tuple[int, int]]:
-        """A row's tokens from `start` on, `(first, end)` each, so short that `heads` heads hold `STREAM_TOKENS`."""
+        """Spans `(first, end)` of a row's tokens from `start` on: each at most `STREAM_TOKENS`, over `heads` heads."""
         length, step = self.lengths[row], max(1, STREAM_TOKENS // heads)
         return [(first, min(first + step, length)) for first in range(start, length, step)]
 
     def truncate(self, lengths: list[int], held: list[int] | None = None) -> None:
-        """Forget the newest tokens: row `r` keeps its first `lengths[r]`. Those up to `held[r]` are to come back."""
+        """Drop each row's newest tokens: `lengths[r]` stay. The caller will append those up to `held[r]` again."""
         if lengths != self.stored:
             self._set_lengths(lengths)
 
@@ -287,11 +289,11 @@ class Bulk(RowTensors):
             for row in changed:
                 self.unwritten[row] = 0
             for store in self.tensors:
-                # The old content of rows that are both read and written.
-                held = {row: store[row, :, : self.stored[row]].clone() for row in set(changed.values()) & set(changed)}
+                # Copies of rows that are both read and written.
+                old = {row: store[row, :, : self.stored[row]].clone() for row in set(changed.values()) & set(changed)}
                 for row, source in changed.items():
                     length = self.stored[source]
-                    store[row, :, :length] = held[source] if source in held else store[source, :, :length]
+                    store[row, :, :length] = old[source] if source in old else store[source, :, :length]
             self._set_lengths(lengths)
         else:
             capacity = self.capacity if any(lengths) else 0

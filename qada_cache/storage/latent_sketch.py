@@ -13,12 +13,13 @@ from .bulk_sketch import BulkSketch
 
 
 class LatentSketch(BulkSketch):
-    """Values are the first channels of the keys; there are none where nobody selects, and then the open segment is read
-    as the model made it, and not coded. Where moments of the keys are kept, they have the covariance of values too."""
+    """Values are the first channels of the keys. Without token selection they have no channels, and the open segment is
+    not coded. If the store updates moments of the keys, the covariance of values is part of theirs."""
 
     codes_open = False
     moments: RunningMoments | None = None
-    # What errors of keys count, float32 `[1, dim]`, where values are channels of them; None: all count alike.
+    # Weights of channels in the error of a record's key, float32 `[1, dim]`, as values are channels of it; None: all
+    # are equal.
     error_energies: Tensor | None = None
 
     @property
@@ -27,34 +28,34 @@ class LatentSketch(BulkSketch):
         return self.tensors.mean_value.shape[2]
 
     def take_energies(self, errors: Tensor | None) -> None:
-        """Have these `error_energies`, if there are any."""
+        """Set `error_energies`, unless `errors` is None or empty."""
         if errors is not None and len(errors):
             self.error_energies = errors.to(self.mean_key.device, copy=True)
 
     @property
     def record_energies(self) -> Tensor | None:
-        """Channels that no query looks at may be values."""
+        """`error_energies`: a channel that no query weighs may be part of a value."""
         return self.error_energies
 
     def move(self, device: torch.device) -> None:
-        """As `BulkSketch`."""
+        """Move to another device."""
         super().move(device)
         self.take_energies(self.error_energies)
 
     @property
     def record(self) -> dict[str, Any]:
-        """As `BulkSketch`."""
+        """The fields of a file, by name."""
         return {**super().record, "error_energies": self.error_energies}
 
     def restore(self, record: dict[str, Any], bulk: Bulk) -> None:
-        """As `BulkSketch`."""
+        """The inverse of `record`; see `BulkSketch.restore`."""
         self.error_energies = None if record["error_energies"] is None else torch.empty_like(self.mean_key[0])
         super().restore(record, bulk)
 
     @torch.inference_mode(False)  # as in `BulkSketch.__init__`
     def follow(self, moments: RunningMoments | None, value_dim: int, bulk: Bulk) -> None:
-        """Go by these moments of the bulk's keys, or without any. Have values of `value_dim`, or of more if it has; of
-        none, nobody selects."""
+        """Take the covariance from these moments of the bulk's keys, or compute it here if None. Values have at least
+        `value_dim` channels from now on; with 0 nobody selects tokens."""
         opens, self.codes_open = value_dim > 0 and not self.codes_open, value_dim > 0
         if opens:
             self._code_open(bulk)
@@ -64,7 +65,7 @@ class LatentSketch(BulkSketch):
             self.mean_key = self.moments.mean.clone()
             self.covariance = self.moments.covariance[:, :, : self.value_dim].clone()
         self.moments = moments
-        if self.value_dim < value_dim:  # tokens were coded, and nobody selected among them
+        if self.value_dim < value_dim:  # tokens were coded while nobody selected any
             self._correlate_anew(value_dim, bulk)
 
     def take_moments(self, rows: slice) -> None:
@@ -76,26 +77,27 @@ class LatentSketch(BulkSketch):
         for row, length in enumerate(self.lengths):
             if length:
                 self._reserve(bulk)
-                own, start = slice(row, row + 1), find_segment_start(length)
-                keys, values = bulk.read(own, slice(None), start, length)
-                bulk.code_open(own, keys, values, self._code(own, keys, start, length))
+                rows, start = slice(row, row + 1), find_segment_start(length)
+                keys, values = bulk.read(rows, slice(None), start, length)
+                bulk.code_open(rows, keys, values, self._code(rows, keys, start, length))
 
     def _correlate_anew(self, value_dim: int, bulk: Bulk) -> None:
-        kept, (batch, kv_heads, dim) = self.tensors.to_tensors(), self.mean_key.shape
+        """Compute means and covariance for values of `value_dim` channels, from all tokens of the bulk."""
+        tensors, (batch, kv_heads, dim) = self.tensors.to_tensors(), self.mean_key.shape
         self.mean_key = torch.zeros_like(self.mean_key)
         new = self.mean_key.new_zeros
         if self.moments is None:
             self.covariance = new(batch, kv_heads, value_dim, dim)
         fields = list_fields(dim, value_dim, self.layout.count, capacity=0)
         for name in ("mean_value", "slopes", "slope_units"):
-            kept[name] = new(batch, kv_heads, *fields[name][1], dtype=fields[name][0])
-        self.tensors = Sketch(**kept)
+            tensors[name] = new(batch, kv_heads, *fields[name][1], dtype=fields[name][0])
+        self.tensors = Sketch(**tensors)
         for row, length in enumerate(self.lengths):
-            own = slice(row, row + 1)
+            rows = slice(row, row + 1)
             for first, end in bulk.cut_spans(row, heads=kv_heads) if length else ():
-                self._correlate(own, *bulk.read(own, slice(None), first, end), first)
+                self._correlate(rows, *bulk.read(rows, slice(None), first, end), first)
             if length:
-                self._derive(own, length)
+                self._derive(rows, length)
 
     def _derive(self, rows: slice, length: int) -> None:
         if self.codes_open:

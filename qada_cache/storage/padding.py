@@ -8,20 +8,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 COMPARED = 256  # queries whose masks are compared at once
 HIDDEN = -1e4  # what hides a token if it, or less, is added to its score
-# What `find_real_tokens` found, for layers behind the first: a copy to the device is waited for. It goes with flags.
-_places: Any = WeakIdKeyDictionary()
+# Results of `find_real_tokens` by its `valid`, row and device, for layers after the first: the host waits for copies to
+# the device. An entry lives as long as its `valid`.
+_real_tokens: Any = WeakIdKeyDictionary()
 
 
 class Padding:
-    """Which of the tokens seen are padding. Immutable. Each layer asks for the same changes in turn: the first one's
-    result is kept, and all layers share it."""
+    """Which of a cache's logical tokens are padding. Immutable. Each layer in turn asks for the same change: the first
+    one's result is stored, and all layers share it."""
 
     def __init__(self, known: Tensor) -> None:
         padded = (~known).any(dim=0).nonzero().squeeze(-1).tolist()
-        # Bool [batch, tokens] on the host, False at padding, up to the last of it; later tokens are all real. [1, 0]
-        # without padding. A copy: a view would keep the whole mask alive, [batch, 1, tokens, tokens] on a CPU model.
+        # Bool [batch, tokens] on the host, False at padding. It ends at the last padding: later tokens are all real.
+        # [1, 0] without padding. A copy, as a view would keep the whole mask alive: on a CPU model [batch, 1, tokens,
+        # tokens].
         self.known = (known[:, : padded[-1] + 1] if padded else known[:1, :0]).clone()
-        self._there = self.known  # on the device of masks
+        self._known_on_device = self.known  # the same on the device of masks
         self._next: tuple[Any, Padding] | None = None
 
     def extend(
@@ -32,13 +34,13 @@ class Padding:
         seen: int,  # logical tokens, padding included, up to and including this call's
         queries: int,  # tokens of this call
     ) -> "tuple[Padding, Tensor | None, Tensor | None]":
-        """The padding known after a call, from the mask handed to the attention function; which of the call's tokens
-        are real, bool `[batch, queries]` on the host, None if all are; and which of these each of them sees: bool
-        `[batch or 1, queries, queries]` on the mask's device, None if it is causal.
+        """The padding after a call, from the mask that the attention function got.
 
-        A token is padding if no query sees it, itself included. ValueError, if a real token does not see all the real
-        ones of earlier calls, or sees padding, or sees nothing; if the mask adds other numbers to scores; or as
-        `read_mask`.
+        Returns the padding; which of the call's tokens are real, bool `[batch, queries]` on the host, None if all are;
+        and which of the call's tokens each of them sees, bool `[batch or 1, queries, queries]` on the mask's device,
+        None if causal. A token is padding if no query sees it, itself included. ValueError, if a real token does not
+        see all real ones of earlier calls, or sees padding, or sees nothing; if the mask adds other numbers to scores;
+        or as by `read_mask`.
         """
         width = self.known.shape[1]
         agrees, new, visible = not width, None, None
@@ -59,32 +61,33 @@ class Padding:
         return Padding(known), new, visible
 
     def _compare(self, mask: Tensor, batch: int, seen: int, queries: int) -> tuple[bool, Tensor, Tensor | None]:
-        """Whether a mask agrees with what is known, and what it says of new tokens, as `extend` returns it; on its
-        device, but for one transfer."""
+        """Whether a mask agrees with this padding; which new tokens are real, and what each sees, as `extend` returns
+        them. Computed on the mask's device, with one transfer to the host."""
         past, width = seen - queries, self.known.shape[1]
         visible, biased = read_mask(mask, batch=batch, seen=seen, queries=queries)
-        if (there := self._there).device != mask.device:
-            self._there = there = self.known.to(mask.device)
-        own = visible[..., past:]
-        real = own.any(dim=1)
-        agrees = visible[..., width:past].all(dim=-1) & (visible[..., :width] == there[:, None]).all(dim=-1)
+        if (known := self._known_on_device).device != mask.device:
+            self._known_on_device = known = self.known.to(mask.device)
+        visible_new = visible[..., past:]
+        real = visible_new.any(dim=1)
+        agrees = visible[..., width:past].all(dim=-1) & (visible[..., :width] == known[:, None]).all(dim=-1)
         blind = differs = torch.zeros_like(biased)
         if past and mask.dim() == 4:  # else the model's attention follows it, or it is one row for all queries
-            # Padding may see anything, as nobody reads what it gives, unless a row has nothing else: then it tells of
-            # the past too, but where it is blind, or sees all, as libraries let blind tokens do.
-            told = visible[:, -1].any(dim=-1) & ~visible[:, -1].all(dim=-1) & ~real.any(dim=-1)
-            agrees = agrees | (~real & ~told[:, None])
+            # A padding query may see anything, as nobody reads its output. Only in a row without real queries its mask
+            # has to agree with the past, too; a query that sees nothing, or all (libraries let those that would see
+            # nothing see all), says nothing of the past.
+            says_past = visible[:, -1].any(dim=-1) & ~visible[:, -1].all(dim=-1) & ~real.any(dim=-1)
+            agrees = agrees | (~real & ~says_past[:, None])
             blind = (real & ~visible.any(dim=-1)).any()
         if mask.dim() == 4:
-            differs = _differs_from_causal(own, real)
+            differs = _differs_from_causal(visible_new, real)
         flags = torch.stack([agrees.all(), differs, biased, blind])
-        said = torch.cat([flags, real.expand(batch, queries).flatten()]).cpu()
-        refuse_bias(said[2])
-        if said[3]:
+        on_host = torch.cat([flags, real.expand(batch, queries).flatten()]).cpu()
+        refuse_bias(on_host[2])
+        if on_host[3]:
             raise ValueError(
                 "by this attention mask a new token sees nothing, but is seen: let it see itself, or hide it from all"
             )
-        return bool(said[0]), said[4:].view(batch, queries), own.clone() if said[1] else None
+        return bool(on_host[0]), on_host[4:].view(batch, queries), visible_new.clone() if on_host[1] else None
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
@@ -99,7 +102,7 @@ class Padding:
         return self._take(index) if self.known.numel() else self
 
     def equals(self, other: "Padding") -> bool:
-        """Whether both say the same."""
+        """Whether both have the same padding."""
         return torch.equal(self.known, other.known)
 
     def _take(self, index: Any) -> "Padding":
@@ -112,7 +115,7 @@ NONE = Padding(torch.ones(1, 0, dtype=torch.bool, device="cpu"))  # one for all 
 
 
 def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Tensor, Tensor]:
-    """Which tokens queries see, bool `[batch or 1, queries, seen]` (one row for all, of a 2-D mask), and whether the
+    """Which tokens queries see, bool `[batch or 1, queries, seen]` (`[batch, 1, seen]` of a 2-D mask), and whether the
     mask adds anything else to scores, a bool scalar; both on the mask's device.
 
     A mask is bool `[batch, seen]`, bool `[batch or 1, 1, queries, seen]` (True: attend) or the same shape in floating
@@ -137,7 +140,7 @@ def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Ten
 
 
 def refuse_bias(biased: Any) -> None:
-    """Raise ValueError, if a mask is (a bool, perhaps on a device)."""
+    """Raise ValueError, if a mask adds to scores; `biased` is a bool, or a bool scalar on any device."""
     if biased:
         raise ValueError(
             "this attention mask adds numbers to scores, which QAdACache does not compute: pass one that shows or "
@@ -145,25 +148,25 @@ def refuse_bias(biased: Any) -> None:
         )
 
 
-def _differs_from_causal(own: Tensor, real: Tensor) -> Tensor:
-    """Whether a real token of a call sees others of it than the real ones up to itself, a bool scalar; `own` bool
-    `[batch or 1, queries, queries]`, `real` `[batch or 1, queries]`. A block at a time, as `own` may be the largest
-    tensor of a prompt."""
-    tokens = torch.arange(own.shape[1], dtype=torch.int64, device=own.device)
+def _differs_from_causal(visible: Tensor, real: Tensor) -> Tensor:
+    """Whether a real token of a call sees other tokens of the call than the real ones up to itself, a bool scalar.
+    `visible` is bool `[batch or 1, queries, queries]`, `real` bool `[batch or 1, queries]`. It is compared block by
+    block, as `visible` may be the largest tensor of a prompt."""
+    tokens = torch.arange(visible.shape[1], dtype=torch.int64, device=visible.device)
     differs = []
-    for first in range(0, own.shape[1], COMPARED):
+    for first in range(0, visible.shape[1], COMPARED):
         block = slice(first, first + COMPARED)
         causal = (tokens <= tokens[block, None]) & real[:, None]
-        differs.append(((own[:, block] != causal) & real[:, block, None]).any())
+        differs.append(((visible[:, block] != causal) & real[:, block, None]).any())
     return torch.stack(differs).any()
 
 
 def find_real_tokens(valid: Tensor, row: int, device: torch.device) -> slice | Tensor:
-    """Which tokens of a row are real, from bool `[batch, tokens]` on the host, as an index for a tensor on `device`; a
-    slice, which selects a view, if they are neighbours."""
-    known = _places.setdefault(valid, {})
-    if (row, device) not in known:
+    """The index of a row's real tokens, from bool `valid` `[batch, tokens]` on the host: a slice, which selects a view,
+    if they are neighbours, else int64 `[real tokens]` on `device`."""
+    by_row = _real_tokens.setdefault(valid, {})
+    if (row, device) not in by_row:
         real = valid[row].nonzero().squeeze(-1)
         first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
-        known[row, device] = slice(first, last) if last - first == len(real) else real.to(device)
-    return known[row, device]
+        by_row[row, device] = slice(first, last) if last - first == len(real) else real.to(device)
+    return by_row[row, device]

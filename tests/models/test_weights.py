@@ -24,13 +24,13 @@ from qada_cache.versions import pass_cache
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many weights were digested each time, while the test runs."""
     reads: list[int] = []
-    original = identity._sample
+    original = identity._digest_contents
 
     def counting(given: list[tuple[bytes, bytes]]) -> list[str]:
         reads.append(len(given))
         return original(given)
 
-    monkeypatch.setattr(identity, "_sample", counting)
+    monkeypatch.setattr(identity, "_digest_contents", counting)
     monkeypatch.setattr(defaults, "_remembered", {})
     return reads
 
@@ -87,13 +87,13 @@ def test_models_made_under_inference_mode(read: list[int]) -> None:
 
 def test_models_are_not_kept() -> None:
     gc.collect()
-    before = len(identity._known)
+    before = len(identity._samples)
     model = tiny()
     identity.sample(model)
-    assert len(identity._known) == before + 1
+    assert len(identity._samples) == before + 1
     del model
     gc.collect()
-    assert len(identity._known) == before
+    assert len(identity._samples) == before
 
 
 def test_repr_asks_the_device_for_nothing() -> None:
