@@ -80,6 +80,7 @@ def test_moments_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ),
         (["--model", MODEL, "--out", "{}/x", "--tokens", "9"], r"tokens \(9\) must exceed sink_tokens"),
         (["--model", MODEL, "--out", "{}/x", "--tokens", "-9"], "--tokens must be at least 1, got -9"),
+        (["--model", MODEL, "--out", "{}/x", "--tokens", "99999"], "come to 99999 tokens, and the model has 3"),
         (["--model", MODEL, "--out", "{}/x", "--prompt", "wiki"], "does not know the words"),
         (["--model", MODEL, "--out", "{}/x", "--device-map", "meta"], "on the meta device, .*: load them first"),
         (["--model", MODEL, "--out", "{}/x", "--text", "a", "--dataset", "b"], "--text or --dataset, not both"),
