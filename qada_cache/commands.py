@@ -22,7 +22,7 @@ def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
     """Model and tokenizer; ValueError, if the options named in `tokens` add up to more than the model's positions."""
     given = {name: getattr(options, name) for name in ("dtype", "device_map", "revision", "trust_remote_code")}
     model, tokenizer = load_model(options.model, **given)
-    longest, together = count_positions(model), sum(getattr(options, name) for name in tokens)
+    longest, together = count_positions(model), sum(getattr(options, name) or 0 for name in tokens)
     if longest is not None and together > longest:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in tokens)
         raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
@@ -33,7 +33,7 @@ def collect_moments(options: argparse.Namespace) -> None:
     """`qada moments`."""
     text = _choose_text(options)
     given = {name: getattr(options, name) for name in ("tokens", "seed", "scheme")}
-    moments = KeyMoments.collect(*_load(options), options.prompt, text=text, **given)
+    moments = KeyMoments.collect(*_load(options, "tokens"), options.prompt, text=text, **given)
     moments.save(options.out)
     layers, kv_heads, dim = moments.shape
     lengths = f"bulks of {', '.join(map(str, moments.lengths))} tokens" if moments.lengths else "bulks of any length"

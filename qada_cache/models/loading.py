@@ -8,8 +8,9 @@ from huggingface_hub.utils import get_session
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 
 TIMEOUT = 10  # seconds that the Hub has to answer at all
-# Files that are wrong; a dtype that torch has not, a device that it was not built for, or has no memory left.
-_FAILURES = OSError, ValueError, AttributeError, AssertionError, RuntimeError
+# Their messages say what is wrong: with files, with a dtype that torch has not, with a device that it was not built for
+# or that has no memory left. Damaged files raise others too, as of safetensors, whose kind has to be named.
+_TELLING = OSError, ValueError, AttributeError, AssertionError, RuntimeError, ImportError
 
 
 def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -> tuple[Any, Any]:
@@ -28,8 +29,9 @@ def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -
         reads_images = type(config) not in tables[0] and type(config) in tables[1]
         kind = AutoModelForMultimodalLM if reads_images else AutoModelForCausalLM
         return kind.from_pretrained(name, dtype=dtype, device_map=device_map, **where), tokenizer
-    except _FAILURES as error:  # which do not always name it
-        raise ValueError(f"cannot load the model {name!r}: {error}") from error
+    except Exception as error:  # which does not always name the model
+        said = error if isinstance(error, _TELLING) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot load the model {name!r}: {said}") from error
 
 
 def _check_there(name: str, revision: str | None) -> None:

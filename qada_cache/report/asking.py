@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 _DOCUMENT, _QUESTION = "THE-DOCUMENT-GOES-HERE", "THE-QUESTION-GOES-HERE"
@@ -77,12 +78,17 @@ def _find_surroundings(tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[
     """Text before a document, between it and a question, and after that."""
     text: Any = f"{_DOCUMENT}\n\nQuestion: {_QUESTION}\nAnswer:"
     if chat:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,  # known to templates that can think first, no matter to others
-        )
+        try:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}],
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=False,  # known to templates that can think first, no matter to others
+            )
+        except TemplateError as error:  # a wrong template, or one that refuses a question without more
+            raise ValueError(
+                f"the tokenizer's chat template cannot be filled in ({error}): use a model with another one"
+            ) from error
     before, _, rest = str(text).partition(_DOCUMENT)
     between, found, closing = rest.rpartition(_QUESTION)
     if not found:

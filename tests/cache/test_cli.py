@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,7 @@ def test_moments_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ),
         (["--model", MODEL, "--out", "{}/x", "--tokens", "9"], r"tokens \(9\) must exceed sink_tokens"),
         (["--model", MODEL, "--out", "{}/x", "--tokens", "-9"], "--tokens must be at least 1, got -9"),
+        (["--model", MODEL, "--out", "{}/x", "--tokens", "99999"], "come to 99999 tokens, and the model has 3"),
         (["--model", MODEL, "--out", "{}/x", "--prompt", "wiki"], "does not know the words"),
         (["--model", MODEL, "--out", "{}/x", "--device-map", "meta"], "on the meta device, .*: load them first"),
         (["--model", MODEL, "--out", "{}/x", "--text", "a", "--dataset", "b"], "--text or --dataset, not both"),
@@ -106,6 +108,26 @@ def test_a_model_that_cannot_be_loaded_is_named(
         capsys.readouterr().err
         == "qada profile: cannot load the model 'no-such-model': We couldn't connect to the Hub.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model.safetensors", b"<html>Not found</html>", "SafetensorError: .*header"),
+        ("tokenizer.json", b"{}", "KeyError: 'added_tokens'"),
+        ("config.json", b'{"model_type": "llama", "hidden_size": "wide"}', "expected int, got str"),
+    ],
+)
+def test_damaged_files_are_one_line(
+    file: str, content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries raise errors of their own for them."""
+    model = shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (model / file).write_bytes(content)
+    assert main(["profile", str(model)]) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qada profile: ")]
+    assert len(error) == 1
+    assert re.search(f"cannot load the model '{re.escape(str(model))}': .*{said}", error[0])
 
 
 def test_profile_goes_by_moments_of_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

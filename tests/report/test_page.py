@@ -169,5 +169,8 @@ def test_what_cannot_be_asked_is_refused() -> None:
         ask(ByT5Tokenizer(), request("a"), None)
     with pytest.raises(ValueError, match="chat template leaves out what a user says"):
         ask(tokenizer(template="nothing"), request("a"), None)
+    for wrong in ("{{ raise_exception('A system message is needed') }}", "{% if %}"):
+        with pytest.raises(ValueError, match=r"chat template cannot be filled in \((A system|Expected an expression)"):
+            ask(tokenizer(template=wrong), request("a"), None)
     with pytest.raises(ValueError, match="no word of the document fits 1 tokens"):
         ask(tokenizer(template=None), request("\U0001f600", tokens=1), None)
