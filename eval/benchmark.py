@@ -49,9 +49,9 @@ from qada_cache.models.latent import find_latent_sizes
 PREFIX = "QAdACache f="
 OWN = {"QAdACache tokens=0.05": "--", "QAdACache": "--", "QAdACache, whole heads": "-."}
 OTHERS = {"DynamicCache": "C3", "StaticCache": "C1", "no context": "0.5"}  # the baselines of every row
-LIMITED = (PREFIX, "QAdACache resident f=", TOKENS, RESIDENT_TOKENS)  # that have a limit to be compared with
+LIMITED = (PREFIX, "QAdACache resident f=", TOKENS, RESIDENT_TOKENS)  # methods whose time is compared with a limit
 WARM_UP = 4  # steps, not timed: a graph is captured in the third, and compared in the fourth
-SLOW = (CUDNN, "DynamicCache, offloading")  # by far: few steps tell as much
+SLOW = (CUDNN, "DynamicCache, offloading")  # by far, so that they are timed for `FEW` steps
 FEW = 8
 SHORTEST = 256  # tokens: of a context that hardly exceeds sinks and window, every method makes the same
 
@@ -78,7 +78,7 @@ def draw(table: Path) -> None:
         if forced:
             axes.plot(*zip(*forced, strict=True), "o-", color="C0", label="QAdACache, share forced")
         nothing, static = times["no context"], times["StaticCache"]
-        shares = [step / 100 for step in range(101)]  # straight, but not on this scale
+        shares = [step / 100 for step in range(101)]  # a straight line, which the log scale bends
         line = [nothing + share * (static - nothing) for share in shares]
         axes.plot(shares, line, ":", color="C1", label="StaticCache's share of the reading")
         for name, colour in OTHERS.items():
@@ -113,18 +113,18 @@ def check(work: Work) -> None:
     """
     model = work.model
     reverse = replace(work, states=[(keys.flip(2), values.flip(2)) for keys, values in work.states])
-    made = {
+    makers = {
         "dense": lambda: DynamicCache(config=model.config),
         "ours": lambda: QAdACache(model, criterion=flag_heads(work, 1.0), token_threshold=0.0),
         "window": lambda: QAdACache(model, criterion="local"),
     }
     if find_latent_sizes(model.config) is not None:  # all heads read everything, and there is no window by itself
-        made["ours"] = lambda: QAdACache(model)
-        del made["window"]
-    logits = {name: decode(work, fill(make(), work), steps=1)[1].float() for name, make in made.items()}
+        makers["ours"] = lambda: QAdACache(model)
+        del makers["window"]
+    logits = {name: decode(work, fill(make(), work), steps=1)[1].float() for name, make in makers.items()}
     logits["reversed"] = decode(work, fill(DynamicCache(config=model.config), reverse), steps=1)[1].float()
     logits.setdefault("window", decode(work, DynamicCache(config=model.config), steps=1)[1].float())
-    off = {name: float((found - logits["dense"]).norm() / logits["dense"].norm()) for name, found in logits.items()}
+    off = {name: float((result - logits["dense"]).norm() / logits["dense"].norm()) for name, result in logits.items()}
     rounding = 2 * torch.finfo(model.dtype).eps * len(work.states) ** 0.5
     allowed = min(max(3 * off["reversed"], rounding), 0.1 * off["window"])
     if not off["ours"] <= allowed:
@@ -136,25 +136,25 @@ def check(work: Work) -> None:
 
 
 def select_methods(made: dict[str, Callable[[], Cache]], asked: list[str] | None) -> dict[str, Callable[[], Cache]]:
-    """Those that are `asked` for by name, or else by how names begin, and the baselines; all if nothing is asked.
+    """The methods with the names `asked`, or whose names begin so, and the baselines; all methods if it is None.
 
     Raises:
         ValueError: there is none of that name.
     """
     if asked is None:
         return made
-    found = set(OTHERS)
-    for given in asked:
-        named = {given} & made.keys() or {name for name in made if name.startswith(given)}
+    selected = set(OTHERS)
+    for prefix in asked:
+        named = {prefix} & made.keys() or {name for name in made if name.startswith(prefix)}
         if not named:
-            raise ValueError(f"--methods: none is {given!r}, of {', '.join(made)}")
-        found |= named
-    return {name: make for name, make in made.items() if name in found}
+            raise ValueError(f"--methods: none is {prefix!r}, of {', '.join(made)}")
+        selected |= named
+    return {name: make for name, make in made.items() if name in selected}
 
 
 @contextlib.contextmanager
 def allow_cudnn(allowed: bool) -> Iterator[None]:
-    """Whether torch may choose cuDNN's attention, which it prefers on some GPUs."""
+    """Inside, torch may choose cuDNN's attention if `allowed`. On some GPUs it prefers that."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(allowed)
     try:
@@ -172,9 +172,9 @@ def list_runs(names: list[str], rounds: int, *, accelerated: bool) -> list[tuple
 
 
 def measure(work: Work, made: dict[str, Callable[[], Cache]], rounds: int, read: float) -> list[dict[str, Any]]:
-    """A row for every method. `read` is how many bytes a second the device reads."""
+    """A row for every method. `read` is the device's reading speed in bytes a second."""
     seconds: dict[str, list[float]] = {}
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     shares: dict[str, float] = {}
     accelerated, steps = work.model.device.type != "cpu", work.inputs.shape[1]
     with tqdm(list_runs(list(made), rounds, accelerated=accelerated), unit="run") as bar:
@@ -185,13 +185,13 @@ def measure(work: Work, made: dict[str, Callable[[], Cache]], rounds: int, read:
             cache = made[name]()
             with allow_cudnn(name == CUDNN or isinstance(cache, StaticCache)):
                 count = min(steps, WARM_UP + FEW) if name in SLOW or not timed else steps
-                took = decode(work, cache, steps=count)[0]
+                step_seconds = decode(work, cache, steps=count)[0]
             if timed:
-                seconds.setdefault(name, []).extend(took)
+                seconds.setdefault(name, []).extend(step_seconds)
             device, host = count_held(cache)
             if isinstance(cache, QAdACache):
                 shares[name] = cache.stats().read_share
-            found[name] = {
+            figures[name] = {
                 "read_mib": count_read_bytes(cache, name, count) / 2**20,
                 "bus_mib": accelerated * count_bus_bytes(cache, count) / 2**20,
                 "device_mib": device / 2**20,
@@ -218,13 +218,13 @@ def measure(work: Work, made: dict[str, Callable[[], Cache]], rounds: int, read:
             "against_static": f"{static / median[name]:.2f}",
             "over_limit": "",
             "context_gb_per_s": "",
-            **{key: f"{value:.1f}" for key, value in found[name].items()},
-            "over_bandwidth": f"{median[name] / (nothing + found[name]['read_mib'] * 2**20 / read):.2f}",
+            **{key: f"{value:.1f}" for key, value in figures[name].items()},
+            "over_bandwidth": f"{median[name] / (nothing + figures[name]['read_mib'] * 2**20 / read):.2f}",
         }
         if name.startswith(LIMITED):
             row["over_limit"] = f"{median[name] / (nothing + shares[name] * (static - nothing)):.2f}"
         if median[name] > 1.1 * nothing:  # else the difference is noise
-            row["context_gb_per_s"] = f"{found[name]['read_mib'] * 2**20 / (median[name] - nothing) / 1e9:.1f}"
+            row["context_gb_per_s"] = f"{figures[name]['read_mib'] * 2**20 / (median[name] - nothing) / 1e9:.1f}"
         rows.append(row)
     return rows
 
@@ -232,10 +232,10 @@ def measure(work: Work, made: dict[str, Callable[[], Cache]], rounds: int, read:
 def shape(text: str) -> tuple[int, int]:
     """Tokens and rows, of "8192" or "8192x8"."""
     tokens, by, rows = text.partition("x")
-    found = int(tokens), int(rows) if by else 1
-    if found[0] < SHORTEST or found[1] < 1:
+    tokens_and_rows = int(tokens), int(rows) if by else 1
+    if tokens_and_rows[0] < SHORTEST or tokens_and_rows[1] < 1:
         raise argparse.ArgumentTypeError(f"{text}: at least {SHORTEST} tokens, and one row")
-    return found
+    return tokens_and_rows
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -44,7 +44,7 @@ from qada_cache.tuning.measuring import read_default_text
 from qada_cache.versions import pass_cache
 
 Rows = list[dict[str, Any]]
-AGAIN = 1  # of the questions, those for which the document is read again: it takes as long every time
+AGAIN = 1  # number of questions for which the document is read again: that takes as long every time
 COPIED = "DynamicCache, deepcopy"
 PLAIN = "QAdACache, load that shares nothing"
 QUESTIONS = tuple(
@@ -59,31 +59,31 @@ QUESTIONS = tuple(
 FIRST, DYNAMIC, READ_AGAIN = "read and kept", "DynamicCache, read again", "QAdACache, read again"
 STORED, FROM_DISK = "PrefixStore", "PrefixStore, files from the disk"
 THIRD, EDITED = "PrefixStore, a third turn", "PrefixStore, an edit near the end"
-WAYS = (DYNAMIC, READ_AGAIN, STORED, FROM_DISK)  # of answering the second question
+WAYS = (DYNAMIC, READ_AGAIN, STORED, FROM_DISK)  # ways of answering the second question
 TURN = "\n\nQuestion: And what does a name refer to, in a block of code that is executed?\nAnswer:"
-FROM_END = 200  # tokens, of the document, that are behind its edit
+FROM_END = 200  # tokens of the document from its edited token to its end
 
 
 def load_texts(options: argparse.Namespace) -> tuple[PreTrainedModel, Tensor, Callable[[Tensor, str], Tensor]]:
-    """The model, the document `[1, tokens]`, and what puts a question behind token ids."""
+    """The model, the document `[1, tokens]`, and a function that appends a question to token ids."""
     model, tokenizer = language_model.load(options.model)
     prepare(model)
     document = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
 
-    def put_behind(ids: Tensor, text: str) -> Tensor:
+    def append_text(ids: Tensor, text: str) -> Tensor:
         return torch.cat([ids, tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids], dim=1)
 
-    return model, document, put_behind
+    return model, document, append_text
 
 
 @dataclass
 class Round:
-    """How one way of having a cache for every question did.
+    """The answers, seconds and memory of one way of having a cache for every question.
 
     Attributes:
-        answers: tokens of each.
-        got, answered: seconds to have each cache, and for each answer.
-        held: as `count_process`, more than before the first of them.
+        answers: each answer's token ids.
+        got, answered: seconds to have each cache, and seconds to answer with it.
+        held: bytes by `count_process`, less those before the first cache.
     """
 
     answers: list[list[int]]
@@ -96,24 +96,24 @@ class Round:
 def ask(
     model: PreTrainedModel, texts: list[Tensor], get: Callable[[], DynamicCache], *, tokens: int, bar: tqdm
 ) -> Round:
-    """Put every text `[1, tokens]`, document and question, to a cache of its own; all of these stay till the end."""
-    before, caches, found = count_process(), [], Round([], [], [], {})
+    """Answer every text `[1, tokens]`, document and question, by a cache of its own. All caches stay till the end."""
+    before, caches, measured = count_process(), [], Round([], [], [], {})
     for text in texts:
         begin = time.perf_counter()
         caches.append(get())
         ready = time.perf_counter()
-        told = language_model.answer(model, text, caches[-1], tokens)
-        found.answers.append(told[0, text.shape[1] :].tolist())
-        found.got.append(ready - begin)
-        found.answered.append(time.perf_counter() - ready)
+        answered_ids = language_model.answer(model, text, caches[-1], tokens)
+        measured.answers.append(answered_ids[0, text.shape[1] :].tolist())
+        measured.got.append(ready - begin)
+        measured.answered.append(time.perf_counter() - ready)
         bar.update()
-    found.held = {name: size - before[name] for name, size in count_process().items()}
-    return found
+    measured.held = {name: size - before[name] for name, size in count_process().items()}
+    return measured
 
 
 @torch.inference_mode()
 def read(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> DynamicCache:
-    """The cache, which has read the document."""
+    """Returns `cache`, after it has read `ids` `[1, tokens]`."""
     model(ids, **pass_cache(cache), logits_to_keep=1)
     return cache
 
@@ -125,14 +125,14 @@ def measure_copies(parser: argparse.ArgumentParser, options: argparse.Namespace)
     if not SMAPS.exists():
         parser.error("this system does not say what memory a process shares")
     with language_model.check_loading(parser):
-        model, ids, put_behind = load_texts(options)
-    texts = [put_behind(ids, question) for question in QUESTIONS[: options.questions]]
+        model, ids, append_text = load_texts(options)
+    texts = [append_text(ids, question) for question in QUESTIONS[: options.questions]]
     rounds: dict[str, Round] = {}
     with tqdm(total=5 * len(texts) + AGAIN, unit="answer") as bar, tempfile.TemporaryDirectory() as folder:
 
-        def go(name: str, get: Callable[[], DynamicCache], asked: list[Tensor]) -> None:
+        def go(name: str, get: Callable[[], DynamicCache], questions: list[Tensor]) -> None:
             bar.set_postfix_str(name)
-            rounds[name] = ask(model, asked, get, tokens=options.answer, bar=bar)
+            rounds[name] = ask(model, questions, get, tokens=options.answer, bar=bar)
 
         go(DYNAMIC, lambda: read(model, ids, DynamicCache(config=model.config)), texts[:AGAIN])
         prefix = read(model, ids, DynamicCache(config=model.config))
@@ -145,38 +145,38 @@ def measure_copies(parser: argparse.ArgumentParser, options: argparse.Namespace)
         prefix = QAdACache.load(path, model)
         go("QAdACache, load once and deepcopy", functools.partial(copy.deepcopy, prefix), texts)
     rows = []
-    for name, found in rounds.items():
-        copied = rounds[COPIED if name.startswith("Dynamic") else PLAIN].answers
-        same = sum(one == other for one, other in zip(found.answers, copied, strict=False))
+    for name, measured in rounds.items():
+        compared = rounds[COPIED if name.startswith("Dynamic") else PLAIN].answers
+        same = sum(one == other for one, other in zip(measured.answers, compared, strict=False))
         rows.append(
             {
                 "way": name,
                 "document_tokens": ids.shape[1],
-                "questions": len(found.answers),
+                "questions": len(measured.answers),
                 "answer_tokens": options.answer,
-                "same": f"{same}/{len(found.answers)}",
-                "mib_each": f"{found.held['all'] / len(found.answers) / 2**20:.1f}",
-                "of_it_file_mib": f"{found.held['file'] / len(found.answers) / 2**20:.1f}",
-                "first_cache_s": f"{found.got[0]:.3f}",
-                "further_cache_s": f"{mean(found.got[1:]):.3f}" if found.got[1:] else "",
-                "answer_s": f"{mean(found.answered):.3f}",
+                "same": f"{same}/{len(measured.answers)}",
+                "mib_each": f"{measured.held['all'] / len(measured.answers) / 2**20:.1f}",
+                "of_it_file_mib": f"{measured.held['file'] / len(measured.answers) / 2**20:.1f}",
+                "first_cache_s": f"{measured.got[0]:.3f}",
+                "further_cache_s": f"{mean(measured.got[1:]):.3f}" if measured.got[1:] else "",
+                "answer_s": f"{mean(measured.answered):.3f}",
             }
         )
     return rows
 
 
 def answer(model: PreTrainedModel, ids: Tensor, make: Callable[[], Cache], tokens: int) -> tuple[dict[str, Any], Cache]:
-    """What it took to answer `ids` `[1, tokens]` by the cache that `make` makes, and that cache."""
+    """Answers `ids` `[1, tokens]` by the cache of `make`. Returns seconds, tokens read and token ids, and the cache."""
     clock, begin = language_model.Clock(), time.perf_counter()
     cache = make()
-    ready, held = time.perf_counter(), cache.get_seq_length()
-    told = language_model.answer(model, ids, cache, tokens, streamer=clock)
-    took = {"cache_s": ready - begin, "first_token_s": clock.times[1] - begin, "read": ids.shape[1] - held}
-    return took | {"ids": told[0].tolist(), "answer": told[0, ids.shape[1] :].tolist()}, cache
+    ready, cached = time.perf_counter(), cache.get_seq_length()
+    output = language_model.answer(model, ids, cache, tokens, streamer=clock)
+    figures = {"cache_s": ready - begin, "first_token_s": clock.times[1] - begin, "read": ids.shape[1] - cached}
+    return figures | {"ids": output[0].tolist(), "answer": output[0, ids.shape[1] :].tolist()}, cache
 
 
 def drop_from_memory(folder: Path) -> None:
-    """Have the system forget what it holds of these files, as far as it heeds that."""
+    """Ask the system to drop these files from its page cache, so that they are next read from the disk."""
     for file in folder.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -184,21 +184,21 @@ def drop_from_memory(folder: Path) -> None:
 
 
 def go_back(cache: QAdACache, tokens: int) -> None:
-    """Crop a cache to so many tokens, or to fewer, as far as its layers can go back."""
+    """Crop a cache to `tokens` tokens, or to fewer if its layers can only go back further."""
     if surplus := cache.get_seq_length() - cache.find_last_beginning(tokens):
         cache.crop(-surplus)
 
 
 def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One way, in this process. The first one writes down all texts."""
-    model, document, put_behind = load_texts(options)
+    """Measures one way, in this process. The first way writes all texts to a file, for the others."""
+    model, document, append_text = load_texts(options)
     store, texts = PrefixStore(options.folder / "store", max_bytes=2**40), options.folder / "texts.json"
     if way == FROM_DISK:
         drop_from_memory(options.folder / "store")
     if way != FIRST:
         ids = torch.tensor([json.loads(texts.read_text())[way]])
-        made = {DYNAMIC: lambda: DynamicCache(config=model.config), READ_AGAIN: lambda: QAdACache(model)}
-        return answer(model, ids, made.get(way, lambda: store.cache(model, ids)), options.answer)[0]
+        makers = {DYNAMIC: lambda: DynamicCache(config=model.config), READ_AGAIN: lambda: QAdACache(model)}
+        return answer(model, ids, makers.get(way, lambda: store.cache(model, ids)), options.answer)[0]
 
     def keep(ids: list[int]) -> dict[str, Any]:
         before, begin = store.stats().written_bytes, time.perf_counter()
@@ -206,30 +206,30 @@ def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
         seconds = time.perf_counter() - begin
         return {"keep_s": seconds, "written": store.stats().written_bytes - before}
 
-    first, second = (put_behind(document, QUESTIONS[place]) for place in (0, 12))
-    found, cache = answer(model, first, lambda: store.cache(model, first), options.answer)
-    whole = keep(found["ids"])
-    told, _ = answer(model, put_behind(torch.tensor([found["ids"]]), TURN), lambda: cache, options.answer)
-    turn = keep(told["ids"])
-    kept, asked = {}, dict.fromkeys(WAYS, second)
-    asked[THIRD] = put_behind(torch.tensor([told["ids"]]), QUESTIONS[3])
-    asked[EDITED] = second.clone()
+    first, second = (append_text(document, QUESTIONS[place]) for place in (0, 12))
+    reply, cache = answer(model, first, lambda: store.cache(model, first), options.answer)
+    whole = keep(reply["ids"])
+    turn_answer, _ = answer(model, append_text(torch.tensor([reply["ids"]]), TURN), lambda: cache, options.answer)
+    turn = keep(turn_answer["ids"])
+    answers, texts_by_way = {}, dict.fromkeys(WAYS, second)
+    texts_by_way[THIRD] = append_text(torch.tensor([turn_answer["ids"]]), QUESTIONS[3])
+    texts_by_way[EDITED] = second.clone()
     place = document.shape[1] - min(FROM_END, document.shape[1])
-    asked[EDITED][0, place] += 1
-    same = {THIRD: cache.get_seq_length(), STORED: document.shape[1], EDITED: place}  # tokens that are the same
-    for way, tokens in same.items():
+    texts_by_way[EDITED][0, place] += 1
+    common = {THIRD: cache.get_seq_length(), STORED: document.shape[1], EDITED: place}  # first tokens in common
+    for way, tokens in common.items():
         go_back(cache, tokens)
-        kept[way] = answer(model, asked[way], lambda: cache, options.answer)[0]["answer"]
-    texts.write_text(json.dumps({way: ids[0].tolist() for way, ids in asked.items()}))
+        answers[way] = answer(model, texts_by_way[way], lambda: cache, options.answer)[0]["answer"]
+    texts.write_text(json.dumps({way: ids[0].tolist() for way, ids in texts_by_way.items()}))
     stats, paths = store.stats(), list((options.folder / "store").iterdir())
     sizes = {"bytes": stats.bytes, "files_bytes": sum(path.stat().st_size for path in paths)}
     sizes["disk_bytes"] = sum(path.stat().st_blocks * 512 for path in paths)
-    turn_tokens = len(told["ids"]) - len(found["ids"])
-    return found | sizes | {"whole": whole, "turn": turn, "turn_tokens": turn_tokens, "kept": kept}
+    turn_tokens = len(turn_answer["ids"]) - len(reply["ids"])
+    return reply | sizes | {"whole": whole, "turn": turn, "turn_tokens": turn_tokens, "kept": answers}
 
 
 def measure_restart(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Rows:
-    """A row for every way of answering, medians over rounds; each in processes of its own."""
+    """A row for every way of answering, with medians over rounds. Each way has a process of its own in each round."""
     if options.folder is not None and not options.folder.is_dir():
         parser.error(f"--folder: there is no folder {options.folder}")
     if options.way:
@@ -241,27 +241,27 @@ def measure_restart(parser: argparse.ArgumentParser, options: argparse.Namespace
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 for way in (FIRST, *WAYS, THIRD, EDITED):
                     bar.set_postfix_str(way)
-                    named = {"model": options.model, "tokens": options.tokens, "answer": options.answer, "way": way}
-                    rounds.setdefault(way, []).append(run_alone("reuse", "restart", **named, folder=folder))
+                    arguments = {"model": options.model, "tokens": options.tokens, "answer": options.answer, "way": way}
+                    rounds.setdefault(way, []).append(run_alone("reuse", "restart", **arguments, folder=folder))
                     bar.update()
     rows, dynamic = [], median(each["first_token_s"] for each in rounds[DYNAMIC])
-    for way, found in rounds.items():
-        kept = [each["kept"].get(way, each["kept"][STORED]) for each in rounds[FIRST]]
-        told = [each["answer"] == own for each, own in zip(found, kept, strict=True)]
-        seconds = {name: median(each[name] for each in found) for name in ("cache_s", "first_token_s")}
+    for way, results in rounds.items():
+        expected = [each["kept"].get(way, each["kept"][STORED]) for each in rounds[FIRST]]
+        same = [each["answer"] == answer_ids for each, answer_ids in zip(results, expected, strict=True)]
+        seconds = {name: median(each[name] for each in results) for name in ("cache_s", "first_token_s")}
         row = {
             "way": way,
             "document_tokens": options.tokens,
-            "tokens_read": found[0]["read"],
+            "tokens_read": results[0]["read"],
             **{name: f"{value:.3f}" for name, value in seconds.items()},
             "of_dynamic": f"{seconds['first_token_s'] / dynamic:.3f}",
-            "as_kept": "" if way == FIRST else f"{sum(told)}/{len(told)}",
+            "as_kept": "" if way == FIRST else f"{sum(same)}/{len(same)}",
         }
         for part in ("whole", "turn"):
-            row[f"{part}_keep_s"] = f"{median(each[part]['keep_s'] for each in found):.3f}" if way == FIRST else ""
-            row[f"{part}_mib"] = f"{found[0][part]['written'] / 2**20:.1f}" if way == FIRST else ""
+            row[f"{part}_keep_s"] = f"{median(each[part]['keep_s'] for each in results):.3f}" if way == FIRST else ""
+            row[f"{part}_mib"] = f"{results[0][part]['written'] / 2**20:.1f}" if way == FIRST else ""
         for name in ("turn_tokens", "bytes", "files_bytes", "disk_bytes"):
-            row[name] = found[0][name] if way == FIRST else ""
+            row[name] = results[0][name] if way == FIRST else ""
         rows.append(row)
     return rows
 

@@ -63,29 +63,30 @@ class Variant:
 
 
 def list_variants(options: argparse.Namespace) -> list[Variant]:
-    """What the command line asks for, full attention and sinks + window always."""
-    made = [Variant("dense"), Variant("local")]
+    """The variants that the command line names, and always full attention and sinks + window."""
+    variants = [Variant("dense"), Variant("local")]
     for theta, bits in itertools.product(options.prefill, options.bits):
-        made += [Variant("dense", prefill=theta, bits=bits)] * (theta > 0)
-        made += [Variant("selected", DEFAULT_MOMENTS, "any", THRESHOLD, theta, bits)] * options.tokens
+        variants += [Variant("dense", prefill=theta, bits=bits)] * (theta > 0)
+        variants += [Variant("selected", DEFAULT_MOMENTS, "any", THRESHOLD, theta, bits)] * options.tokens
     for rule in options.group_rules:
-        made += [Variant("oracle", "", rule, threshold) for threshold in options.thresholds]
-        made += [Variant("qada", kind, rule, tau) for kind in options.moments for tau in options.thresholds]
-    made += [Variant(f"static {heads}", "", "head", alpha) for heads in options.static for alpha in options.alphas]
-    return made
+        variants += [Variant("oracle", "", rule, threshold) for threshold in options.thresholds]
+        variants += [Variant("qada", kind, rule, tau) for kind in options.moments for tau in options.thresholds]
+    variants += [Variant(f"static {heads}", "", "head", alpha) for heads in options.static for alpha in options.alphas]
+    return variants
 
 
 class SweepLM(QAdALM):
-    """A `QAdALM` that reads each prompt once for all variants that read it alike, and replays what it kept for them.
+    """A `QAdALM` that reads each prompt once for all variants with the same `prefill` and `bits`, and generates every
+    variant's answer then. Later calls with the prompt return the stored answer of `shown`.
 
     Args:
         pretrained, gguf_file, keywords: as for `HFLM`.
 
     Attributes:
-        measured: cache options by variant, all to be generated with when a prompt is first met.
-        shown: the variant whose answers are given.
-        kept: tokens and statistics, by prompt and variant.
-        heads: of each variant, how often each head was local, and the decisions that counts.
+        measured: cache options by variant; all variants generate when a prompt is first met.
+        shown: the variant whose answers `_model_generate` returns.
+        kept: generated tokens and statistics of the cache, by prompt and variant.
+        heads: by variant, the share of decisions in which each head was local, and the number of decisions.
     """
 
     def __init__(self, pretrained: str, *, gguf_file: str | None = None, **keywords: Any) -> None:
@@ -100,19 +101,19 @@ class SweepLM(QAdALM):
         key = context.cpu().numpy().tobytes()
         if key not in self.kept:
             self.kept[key] = {}
-            mask, held = generation_kwargs["attention_mask"], {}
+            mask, caches = generation_kwargs["attention_mask"], {}
             for variant, options in self.measured.items():
-                if (way := (variant.prefill, variant.bits)) not in held:
-                    # What selects, or is coded behind a sketch, is kept as the default's are, with queries' energies.
+                if (way := (variant.prefill, variant.bits)) not in caches:
+                    # A cache that selects or codes tokens needs the queries' energies, which default moments have.
                     moments = "current" if way == (0.0, 16) else DEFAULT_MOMENTS
                     whole = {"moments": moments, "token_threshold": 0.0}  # heads are read whole
-                    held[way] = QAdACache(self.model, **whole, prefill_threshold=way[0], bulk_bits=way[1])
-                    self._forward(held[way], context[:, :-1], mask[:, :-1], logits_to_keep=1)
-                    check_selected(held[way])
-                twin = held[way].fork(**options)
+                    caches[way] = QAdACache(self.model, **whole, prefill_threshold=way[0], bulk_bits=way[1])
+                    self._forward(caches[way], context[:, :-1], mask[:, :-1], logits_to_keep=1)
+                    check_selected(caches[way])
+                fork = caches[way].fork(**options)
                 # HFLM's own: QAdALM's would prefill again.
-                tokens = HFLM._model_generate(self, context, max_length, stop, **pass_cache(twin), **generation_kwargs)
-                stats = twin.stats()
+                tokens = HFLM._model_generate(self, context, max_length, stop, **pass_cache(fork), **generation_kwargs)
+                stats = fork.stats()
                 self.kept[key][variant] = tokens, stats
                 if stats.decisions:
                     share, count = self.heads.get(variant, (0.0, 0))
@@ -125,7 +126,7 @@ class SweepLM(QAdALM):
 
 
 def evaluate(lm: SweepLM, task: str, length: int, limit: int | None) -> dict[str, Any]:
-    """lm-eval's results for the variant shown: score, and what the caches did."""
+    """lm-eval's results for the variant `lm.shown`: its score, and the shares of local heads."""
     results = lm_eval.simple_evaluate(
         lm,
         tasks=[task],
@@ -158,10 +159,10 @@ def measure(
     rows = []
     for variant in wanted:
         lm.shown = variant
-        found = evaluate(lm, task, length, options.limit)
+        results = evaluate(lm, task, length, options.limit)
         read = [count_bytes_read(ways[variant][1], lm.model.dtype.itemsize) for ways in lm.kept.values()]
-        found["bytes_read"] = f"{sum(read) / len(read):.4f}"
-        rows.append({"task": task, "length": length, **asdict(variant), "documents": len(lm.kept), **found})
+        results["bytes_read"] = f"{sum(read) / len(read):.4f}"
+        rows.append({"task": task, "length": length, **asdict(variant), "documents": len(lm.kept), **results})
     return rows
 
 
@@ -180,40 +181,40 @@ def measure_static(lm: SweepLM, options: argparse.Namespace, done: set, bar: tqd
     cells = [(task, length) for task in options.tasks for length in options.lengths]
     kinds = [heads for heads in options.static if heads == "oracle" or len(set(options.tasks)) > 1]
     wanted = {Variant(f"static {heads}", "", "head", alpha): heads for heads in kinds for alpha in options.alphas}
-    left = {cell: [variant for variant in wanted if (*cell, variant) not in done] for cell in cells}
+    missing = {cell: [variant for variant in wanted if (*cell, variant) not in done] for cell in cells}
     bar.update(len(cells) * len(options.static) * len(options.alphas))
-    if not any(left.values()):
+    if not any(missing.values()):
         return
     oracle, shares = Variant("oracle", "", "head", ORACLE), {}
     for task, length in cells:
         measure(lm, options, {oracle: make_cache_options(oracle)}, task, length)
         shares[task, length] = lm.heads[oracle][0]
-    for (task, length), variants_left in left.items():
+    for (task, length), missing_variants in missing.items():
         others = [share for (other, _), share in shares.items() if other != task]
-        found = {"oracle": shares[task, length], "other": sum(others) / max(len(others), 1)}
+        local_shares = {"oracle": shares[task, length], "other": sum(others) / max(len(others), 1)}
         measured = {
             variant: {
-                "criterion": StaticHeads.from_oracle(found[wanted[variant]], variant.threshold),
+                "criterion": StaticHeads.from_oracle(local_shares[wanted[variant]], variant.threshold),
                 "moments": "current",
             }
-            for variant in variants_left
+            for variant in missing_variants
         }
         if measured:
             write(options.out, measure(lm, options, measured, task, length), add=True, machine=describe_machine())
 
 
 def read_known(path: Path) -> set[tuple[str, int, Variant]]:
-    """What the table holds already."""
+    """Task, length and variant of each row in the table."""
     rows = read(path) if path.exists() else []
-    made = [
+    variants = [
         Variant(row["criterion"], row["moments"], row["group_rule"], float(row["threshold"]), **_find_reading(row))
         for row in rows
     ]
-    return {(row["task"], int(row["length"]), variant) for row, variant in zip(rows, made, strict=True)}
+    return {(row["task"], int(row["length"]), variant) for row, variant in zip(rows, variants, strict=True)}
 
 
 def _find_reading(row: dict[str, str]) -> dict[str, Any]:
-    """How prompts were read, which older tables do not say."""
+    """`prefill` and `bits` of a row. Older tables lack these columns: 0 and 16."""
     return {"prefill": float(row.get("prefill") or 0), "bits": int(row.get("bits") or 16)}
 
 
@@ -260,11 +261,13 @@ def main(arguments: list[str] | None = None) -> int:
         for task in options.tasks:
             for length in options.lengths:
                 bar.set_postfix_str(f"{task} {length}")
-                left = {
+                missing = {
                     variant: make_cache_options(variant) for variant in normal if (task, length, variant) not in done
                 }
-                if left:
-                    write(options.out, measure(lm, options, left, task, length), add=True, machine=describe_machine())
+                if missing:
+                    write(
+                        options.out, measure(lm, options, missing, task, length), add=True, machine=describe_machine()
+                    )
                 bar.update(len(normal))
         if options.static:
             measure_static(lm, options, done, bar)

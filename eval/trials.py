@@ -84,13 +84,13 @@ NEARLY_ONE = 1 - 1e-9  # a threshold that makes every head long-context; at 1 th
 
 
 def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[Way]) -> dict[str, KeyMoments]:
-    """Key moments of the prompts that these ways of deciding name."""
+    """Key moments of the prompts that `ways` name, by prompt."""
     prompts = [name for name in PROMPTS if any(name in way.moments.split("+") for way in ways)]
     return {name: KeyMoments.collect(model, tokenizer, name, progress=False) for name in prompts}
 
 
 def make_cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]:
-    """Of `QAdACache`, for a way that it decides by."""
+    """Options of `QAdACache` that make it decide by `way`."""
     options = {"criterion": "gaussian", "group_rule": way.rule, "moments": "current", "kernels": "auto"}
     options |= {"token_threshold": 0.0}
     options |= find_token_options(way.read)
@@ -105,8 +105,8 @@ def make_cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]
 
 
 def make_coded_cache(model: PreTrainedModel, **options: Any) -> QAdACache:
-    """As `make_exact_cache`, whose tokens are coded in the metric of the queries: that of latents has none where they
-    are all read."""
+    """As `make_exact_cache`, but with tokens coded in the metric of the queries. A cache of latents that reads them all
+    has no such metric, so that of latents has a threshold of nearly 1 instead."""
     if find_latent_sizes(model.config.get_text_config(decoder=True)) is None:
         return make_exact_cache(model, **options)
     return QAdACache(model, criterion="gaussian", threshold=NEARLY_ONE, token_threshold=0.0, **options)
@@ -121,7 +121,7 @@ def run_trial(
     bar: tqdm,
     cache: QAdACache | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way, of one document; `cache`, which reads everything, may hold a beginning of it.
+    """A row for each way, for one document; `cache`, which reads everything, may hold a beginning of it.
 
     Raises:
         ValueError: more tokens follow it than one query-adaptive call takes.
@@ -141,12 +141,12 @@ def run_trial(
     peers = [way for way in ways if way.criterion in PEERS]
     state = Prefilled(model, document.text, cache.options.local_tokens) if peers else None
 
-    def judge(followed: Tensor, say: Callable[[], Tensor]) -> dict[str, str]:
-        compared = compare(full, followed)
-        found = right
-        if document.expected and compared["same"] == "0":
-            found = document.expected in tokenizer.decode(say()[0])
-        return compared | {"right": str(int(right)), "found": str(int(found))}
+    def judge(followed: Tensor, write_answer: Callable[[], Tensor]) -> dict[str, str]:
+        scores = compare(full, followed)
+        contained = right
+        if document.expected and scores["same"] == "0":
+            contained = document.expected in tokenizer.decode(write_answer()[0])
+        return scores | {"right": str(int(right)), "found": str(int(contained))}
 
     def try_on(make: Callable[[], DynamicCache], *, at_once: bool) -> tuple[DynamicCache, dict[str, str]]:
         followed = follow(model, document, used := make(), at_once=at_once)
@@ -154,46 +154,46 @@ def run_trial(
 
     plain = DynamicCache(config=model.config)
     sizes = {"sinks": cache.options.sink_tokens, "window": cache.options.window}
-    held = {(16, 0.0): cache}
+    caches = {(16, 0.0): cache}  # that have read the document, by bits of the bulk and `prefill_threshold`
     for way in ways:
         if way in peers:
-            made = judge(state.follow(document, way), partial(state.generate, document, way))
+            judged = judge(state.follow(document, way), partial(state.generate, document, way))
             shares = {"kv_read": 1.0, "bytes_read": state.count_bytes_read(way), "q_local": 0.0}
         elif has_own_reading(way):
             prefill(model, document, plain)  # once
             with limit_reading(model, way.read, **sizes):
-                _, made = try_on(partial(copy.deepcopy, plain), at_once=True)
+                _, judged = try_on(partial(copy.deepcopy, plain), at_once=True)
             kind, share = split(way.read)
             read = share + find_sketch_share(kind)  # every head's sketch
             shares = {"kv_read": 1.0, "bytes_read": read, "q_local": 0.0}
         else:
-            asked = make_cache_options(way, known)
-            bits, theta = of = find_bulk_bits(way.read), find_prefill_threshold(way.read)
-            if of not in held:
-                told = {"bulk_bits": bits, "prefill_threshold": theta, "moments": asked["moments"]}
-                held[of] = make_exact_cache(model, **told) if bits == 16 else make_coded_cache(model, **told)
-                prefill(model, document, held[of])
-                check_selected(held[of])
-            twin, made = try_on(partial(held[of].fork, **asked), at_once=not way.read.startswith(OWN))
-            stats = twin.stats()
+            deciding = make_cache_options(way, known)
+            bits, theta = form = find_bulk_bits(way.read), find_prefill_threshold(way.read)
+            if form not in caches:
+                options = {"bulk_bits": bits, "prefill_threshold": theta, "moments": deciding["moments"]}
+                caches[form] = make_exact_cache(model, **options) if bits == 16 else make_coded_cache(model, **options)
+                prefill(model, document, caches[form])
+                check_selected(caches[form])
+            fork, judged = try_on(partial(caches[form].fork, **deciding), at_once=not way.read.startswith(OWN))
+            stats = fork.stats()
             share = count_bytes_read(way, stats, value_bytes, bits)
             # Records have the same bytes in any dtype; fewer tokens lie in none.
             if bits < 16 and value_bytes != 2 and document.text.shape[1] < MIN_TOKENS + cache.options.local_tokens:
                 share = math.nan
             shares = {"kv_read": 1 - stats.kv_sparsity, "bytes_read": share}
             shares["q_local"] = stats.sparsity
-        yield asdict(way) | made | {name: f"{share:.4f}" for name, share in shares.items()}
+        yield asdict(way) | judged | {name: f"{share:.4f}" for name, share in shares.items()}
         bar.update()
 
 
 def make_key(row: dict[str, Any]) -> tuple:
-    """What tells rows apart."""
+    """The columns that identify a row: its way and document."""
     return tuple(str(row.get(name, "")) for name in (*WAY, "document"))
 
 
 def count_bytes_read(way: Way, stats: CacheStats, value_bytes: int, bits: int) -> float:
-    """Of the bulk's bytes, those that are read, and of what tokens are chosen by; as if values had `VALUE_BITS`. What
-    is read lies in records if `bits` are few."""
+    """The share of the bulk's bytes that is read, with those of the sketch, as if values had `VALUE_BITS`. With `bits`
+    below 16 the tokens that are read lie in records."""
     if way.read.startswith(OWN):
         stats = replace(stats, bulk_read_bytes=stats.bulk_read_bytes * value_bytes // 2) if bits < 16 else stats
         return measuring.count_bytes_read(stats, value_bytes)
@@ -216,11 +216,11 @@ def read_documents(
 
 
 def ask_as(document: Document, protocols: list[str]) -> list[Document]:
-    """The document by every protocol that its question is read by, the one that reads least of it first."""
+    """The document once for each of `protocols` that applies to it, the one that reads least of it exactly first."""
     if document.question == 1:
         return [document]
-    asked = {"sparse": document, "dense": make_question_dense(document)}
-    return [asked[protocol] for protocol in ("sparse", "dense") if protocol in protocols]
+    by_protocol = {"sparse": document, "dense": make_question_dense(document)}
+    return [by_protocol[protocol] for protocol in ("sparse", "dense") if protocol in protocols]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -263,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def choose_ways(options: argparse.Namespace) -> list[Way]:
-    """Those that the command line asks for."""
+    """The ways that the command line names."""
     peers = list_peer_ways() if options.peers else []
     if options.prefill:
         return [*list_prompt_ways(options.prefill, bits=options.bits), *peers]
@@ -275,10 +275,10 @@ def choose_ways(options: argparse.Namespace) -> list[Way]:
 
 
 def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Measure what the table does not hold yet."""
+    """Measure all rows that the table lacks."""
     done = {make_key(row) for row in read(options.out)} if options.out.exists() else set()
-    ways, everywhere = choose_ways(options), {"model": label(options.model)}
-    known = know(model, tokenizer, ways)
+    ways, columns = choose_ways(options), {"model": label(options.model)}
+    moments_by_prompt = know(model, tokenizer, ways)
     protocols = sum(1 if is_continued(task) else len(set(options.question)) for task in options.tasks)
     with tqdm(total=protocols * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
         for task in options.tasks:
@@ -288,11 +288,12 @@ def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrain
                     cache = make_exact_cache(model)
                     for asked in ask_as(document, options.question):
                         place = {"task": asked.task, "length": length, "document": asked.index}
-                        left = [way for way in ways if make_key(everywhere | place | asdict(way)) not in done]
-                        bar.update(len(ways) - len(left))
-                        if left:
-                            rows = [place | row for row in run_trial(model, tokenizer, asked, left, known, bar, cache)]
-                            write(options.out, rows, add=True, **everywhere, machine=describe_machine())
+                        missing = [way for way in ways if make_key(columns | place | asdict(way)) not in done]
+                        bar.update(len(ways) - len(missing))
+                        if missing:
+                            trial = run_trial(model, tokenizer, asked, missing, moments_by_prompt, bar, cache)
+                            rows = [place | row for row in trial]
+                            write(options.out, rows, add=True, **columns, machine=describe_machine())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the command `qada` is told. Nothing here imports torch, so that help and typing errors come at once."""
+"""The arguments of the command `qada`. Nothing here imports torch, so that help and typing errors come at once."""
 
 import argparse
 import importlib.util
@@ -70,12 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
         """A command about a model, which is told by its place or by `--model`; `least` are the least values of its
         options."""
         brief, whole = COMMANDS[name]
-        made = commands.add_parser(name, parents=[parent], help=brief, description=whole)
-        made.set_defaults(least=least, parser=made)
+        subparser = commands.add_parser(name, parents=[parent], help=brief, description=whole)
+        subparser.set_defaults(least=least, parser=subparser)
         if which:
-            made.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=which)
-            made.add_argument("--model", metavar="MODEL", help="the same")
-        return made
+            subparser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=which)
+            subparser.add_argument("--model", metavar="MODEL", help="the same")
+        return subparser
 
     add = command("moments", hub, tokens=1).add_argument
     add("--prompt", choices=PROMPTS, default="random-words", help="what the model reads (default: %(default)s)")

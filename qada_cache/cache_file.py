@@ -42,9 +42,9 @@ _IDENTITY = (
 def _read_identity(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a config that have to agree for a cache to fit a model."""
     sizes = list_sizes(config) if config.is_heterogeneous else []
-    own = find_full_attention_config(config)
+    decoder = find_full_attention_config(config)
     differing = {"sizes": list(map(list, sizes))} if len(sizes) > 1 else {}
-    return {name: getattr(own, name, None) for name in _IDENTITY} | differing
+    return {name: getattr(decoder, name, None) for name in _IDENTITY} | differing
 
 
 def _sample_weights(model: PreTrainedModel) -> list[str]:
@@ -84,8 +84,8 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
         state["moments"] = options.other_moments.to_header()
     if shared.rope_deltas.held is not None:
         tensors[rope_deltas.NAME] = shared.rope_deltas.held
-    kept = [record_layer(layer) if isinstance(layer, QAdALayer) else vars(layer) for layer in layers]
-    state["layers"] = [encode_record(record, f"layer {index}", tensors) for index, record in enumerate(kept)]
+    records = [record_layer(layer) if isinstance(layer, QAdALayer) else vars(layer) for layer in layers]
+    state["layers"] = [encode_record(record, f"layer {index}", tensors) for index, record in enumerate(records)]
     tensor_file.write(path, KIND, tensors, state)
 
 
@@ -115,8 +115,8 @@ def read_cache(
             raise ValueError(f"it was saved with or without the options {', '.join(sorted(given))}")
         cache = make(criterion=criterion, moments=moments, **state["options"])
         device = torch.device("cpu") if model is None else find_inputs_device(model)
-        for layer, kept in zip(cache.layers, state["layers"], strict=True):
-            record = decode_record(kept, tensors, device)
+        for layer, encoded in zip(cache.layers, state["layers"], strict=True):
+            record = decode_record(encoded, tensors, device)
             if isinstance(layer, QAdALayer):
                 restore_layer(layer, record, source)
             else:
@@ -128,8 +128,8 @@ def read_cache(
             layer.padding = filled[0].padding  # equal ones: layers share one again, see `Padding`
         if (deltas := tensors.get(rope_deltas.NAME)) is not None:
             fits = deltas.dtype == torch.int64 and deltas.dim() == 2 and deltas.shape[1] == 1 and len(deltas) > 0
-            found = f"{rope_deltas.NAME} {deltas.dtype} {list(deltas.shape)}"  # of beams, one of each prompt's
-            require_fit("the cache", fits and not cache._count_rows() % len(deltas), found, "int64 [rows, 1]")
+            actual = f"{rope_deltas.NAME} {deltas.dtype} {list(deltas.shape)}"  # of beams, one of each prompt's
+            require_fit("the cache", fits and not cache._count_rows() % len(deltas), actual, "int64 [rows, 1]")
             cache._shared.rope_deltas.held = deltas.to(device)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         said = f"it lacks {error}" if isinstance(error, KeyError) else error
@@ -154,13 +154,13 @@ def _check_model(
     if state["weights"] is None:
         return
     try:
-        own = identity.sample(model)
+        sample = identity.sample(model)
     except UntoldWeightsError as error:
         raise ValueError(
             f"{path} cannot be loaded with this model: {error}. If these are the weights that it was saved for, give "
             "config=model.config instead of the model"
         ) from error
-    if not identity.is_same([*map(str, state["weights"])], own):
+    if not identity.is_same([*map(str, state["weights"])], sample):
         raise ValueError(f"{path} was saved for another model: its config is this model's, and its weights are not")
 
 

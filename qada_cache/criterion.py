@@ -136,15 +136,15 @@ def gaussian_log_bulk(
         moments = score_moments(grouped, *given, scaling=scaling, softcap=softcap)
         score_mean, score_variance = (moment.view(shape) for moment in moments)
         return log_tokens + score_mean + 0.5 * score_variance
-    held = mean.shape[0]  # `len` of a tensor is Python
-    if alike := held < batch * kv_heads:  # the queries of all rows are multiplied at once: no moments are copied
+    moment_rows = mean.shape[0]  # `len` of a tensor is Python
+    if alike := moment_rows < batch * kv_heads:  # the queries of all rows are multiplied at once: no moments are copied
         query = query.transpose(0, 1)
-    grouped = query.reshape(held, -1, dim)
+    grouped = query.reshape(moment_rows, -1, dim)
     # Not by `baddbmm`, which has its first argument copied for each query, and takes longer than both.
     along = torch.add(mean, torch.bmm(grouped, covariance), alpha=0.5 * scaling)
-    found = torch.bmm(along.view(-1, 1, dim), grouped.reshape(-1, dim, 1))
-    found = found.view(*shape[1:3], batch, queries).permute(2, 0, 1, 3).contiguous() if alike else found.view(shape)
-    return torch.add(log_tokens, found, alpha=scaling)
+    scores = torch.bmm(along.view(-1, 1, dim), grouped.reshape(-1, dim, 1))
+    scores = scores.view(*shape[1:3], batch, queries).permute(2, 0, 1, 3).contiguous() if alike else scores.view(shape)
+    return torch.add(log_tokens, scores, alpha=scaling)
 
 
 def log_mass(scores: Tensor, mask: Tensor) -> Tensor:

@@ -98,10 +98,10 @@ def _build_kernels(
     """Compute turns and single tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch
     of it. So kernels are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the
     bulk is read by `partial_attention`. A NotImplementedError as by `choice.choose_kernel`."""
-    options, made = shared.options, torch.Generator(device).manual_seed(0)
+    options, generator = shared.options, torch.Generator(device).manual_seed(0)
 
     def draw(heads: int, tokens: int, size: int) -> torch.Tensor:
-        return torch.randn(1, heads, tokens, size, dtype=dtype, device=device, generator=made)
+        return torch.randn(1, heads, tokens, size, dtype=dtype, device=device, generator=generator)
 
     local = min(options.local_tokens, options.sink_tokens + ROOM_TOKENS)  # a longer window starts with as many columns
     if device.type == "cpu":

@@ -96,11 +96,11 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, new_tokens: i
 def make_layer_table(profiles: list[Profile]) -> list[dict[str, str]]:
     """A row for every layer, the caches side by side."""
     rows = [{"layer": str(index)} for index in range(len(profiles[0].layers))]
-    for found in profiles:
-        for row, (on_device, on_host, local) in zip(rows, found.layers, strict=True):
-            row[f"{found.name} device MiB"] = f"{on_device / 2**20:.2f}"
-            row[f"{found.name} host MiB"] = f"{on_host / 2**20:.2f}"
-            row[f"{found.name} KV heads local"] = "-" if isnan(local) else f"{local:.0%}"
+    for profile in profiles:
+        for row, (on_device, on_host, local) in zip(rows, profile.layers, strict=True):
+            row[f"{profile.name} device MiB"] = f"{on_device / 2**20:.2f}"
+            row[f"{profile.name} host MiB"] = f"{on_host / 2**20:.2f}"
+            row[f"{profile.name} KV heads local"] = "-" if isnan(local) else f"{local:.0%}"
     return rows
 
 
@@ -109,9 +109,9 @@ def write_tokens(profiles: list[Profile], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("cache", "token", "seconds", "device_bytes", "host_bytes"))
-        for found in profiles:
-            for token, (seconds, on_device, on_host) in enumerate(found.tokens):
-                writer.writerow((found.name, token, f"{seconds:.6f}", on_device, on_host))
+        for profile in profiles:
+            for token, (seconds, on_device, on_host) in enumerate(profile.tokens):
+                writer.writerow((profile.name, token, f"{seconds:.6f}", on_device, on_host))
 
 
 def plot(profiles: list[Profile], path: Path) -> None:
@@ -120,9 +120,9 @@ def plot(profiles: list[Profile], path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     memory, speed = figure.subplots(1, 2)
-    for found in profiles:
-        memory.plot([on_device / 2**20 for _, on_device, _ in found.tokens], label=found.name)
-        speed.plot([1e3 * seconds for seconds, _, _ in found.tokens], label=found.name)
+    for profile in profiles:
+        memory.plot([on_device / 2**20 for _, on_device, _ in profile.tokens], label=profile.name)
+        speed.plot([1e3 * seconds for seconds, _, _ in profile.tokens], label=profile.name)
     memory.set(xlabel="token", ylabel="keys and values on the device, MiB", ylim=(0, None))
     speed.set(xlabel="token", ylabel="ms", ylim=(0, None))
     memory.legend()

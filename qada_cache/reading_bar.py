@@ -1,26 +1,26 @@
-"""A bar with the time left while a prompt is read."""
+"""A progress bar, with the time left, while a prompt is read."""
 
 from tqdm import tqdm
 
-SHOWN_AFTER = 2.0  # seconds; what is read sooner needs no bar
+SHOWN_AFTER = 2.0  # seconds; a prompt that takes less shows no bar
 
 
 class ReadingBar:
-    """One bar for a prompt, whether it is read in one pass or in chunks. Each layer of a pass is a step of it: layers
-    take about as long as each other, so the first of them tell how long the rest will take."""
+    """One bar for a prompt, whether it is read in one pass or in chunks. The bar advances by each layer of a pass, as
+    layers take about the same time."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
-        self._first = self._next = 0  # tokens held when the bar began, and when the next pass of its prompt begins
+        self._first = self._next = 0  # the cache's tokens when the bar began, and when the next chunk begins
 
     def __deepcopy__(self, memo: dict) -> "ReadingBar":
         return ReadingBar()
 
     def advance(self, layer: int, layers: int, *, held: int, tokens: int, prompt: int) -> None:
-        """Layer number `layer` of `layers` begins with `tokens` new tokens behind `held` ones; the prompt ends with
-        token number `prompt`. After the last layer has begun the bar is gone."""
+        """Update the bar as layer number `layer` of `layers` begins to read `tokens` new tokens. The cache has `held`
+        tokens before them, and `prompt` ones after the whole prompt. The bar is closed in the prompt's last layer."""
         if self._bar is not None and not self._first <= held <= self._next:
-            self.close()  # it was of a prompt that was not read to its end
+            self.close()  # the bar's prompt was not read to its end
         if self._bar is None:
             form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
             label = f"Reading {prompt - held:,} tokens"
@@ -32,7 +32,7 @@ class ReadingBar:
             self.close()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,7 +1,8 @@
-"""The tuned setting of a model: `qada tune` keeps it beside the key moments, and caches take it if they are asked to.
+"""The tuned setting of a model: `qada tune` writes it to the folder of key moments, caches with `tuned=True` read it.
 
-It counts only under the other options of its measurement that outputs depend on, and is found by the model's weights,
-config and dtype. Caches of a config alone, or of a split model, whose processes see parts of the weights, do without.
+Its file is named by the model's weights, config and dtype. A cache uses it only if its other options that outputs
+depend on are those of the measurement. A cache without a model has no weights to find it by, and a process of a split
+model has only parts of them: these use no tuned setting.
 """
 
 import logging
@@ -24,19 +25,19 @@ from .state import CONDITIONS, DEFAULT_BITS, THRESHOLD, TOKEN_THRESHOLD, Managed
 logger = logging.getLogger(__name__)
 
 KIND = "qada-choice"
-LEFT_OPEN = ("bulk_bits", "prefill_threshold")  # keywords that a setting has too, unless they are given
+LEFT_OPEN = ("bulk_bits", "prefill_threshold")  # options of a setting that apply only if the caller gave none
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a setting is: options of these names."""
+    """The thresholds of a setting, named as in `Options`."""
 
     token_threshold: float = TOKEN_THRESHOLD
     threshold: float = THRESHOLD
 
     @staticmethod
     def of(options: Options) -> "Thresholds":
-        """Those of a cache's options."""
+        """The thresholds in a cache's options."""
         return Thresholds(options.token_threshold, options.threshold)
 
     def __str__(self) -> str:
@@ -48,16 +49,16 @@ _THRESHOLDS = tuple(each.name for each in fields(Thresholds))
 
 
 def describe(options: Options) -> str:
-    """The setting of options that are `tuned`, in words."""
+    """The setting in `options`, in words: thresholds, and `LEFT_OPEN` where they are not the defaults."""
     bits = f", bulk_bits={options.bulk_bits}" if options.bulk_bits < DEFAULT_BITS else ""
     prompts = f", prefill_threshold={options.prefill_threshold:g}" if options.prefill_threshold else ""
     return f"{Thresholds.of(options)}{bits}{prompts}"
 
 
 def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> Path:
-    """Keep what these options have of `Thresholds` and `LEFT_OPEN`, as measured, as the model's own. Returns the
-    path. The `figures`, measurements behind the choice, are JSON-able and for people. An OSError if the user's cache
-    folder cannot be written to, or is not the user's alone; a LookupError if weights cannot be told apart."""
+    """Write `Thresholds` and `LEFT_OPEN` of these options to the model's file; returns its path. The `figures`,
+    measurements behind the choice, are JSON-able and for people. An OSError if the user's cache folder cannot be
+    written to, or others can write to it; a LookupError if the weights cannot be told apart."""
     path = _find_path(model)
     chosen = asdict(Thresholds.of(options)) | {name: getattr(options, name) for name in LEFT_OPEN}
     state = {"chosen": chosen, "under": _list_conditions(options), "figures": figures}
@@ -67,7 +68,7 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
 
 
 def check_left_out(options: Options) -> None:
-    """Raise ValueError if options ask for the tuned setting and have thresholds of their own."""
+    """Raise ValueError if options have both `tuned` and thresholds other than the defaults."""
     if options.tuned and (own := Thresholds.of(options)) != Thresholds():
         raise ValueError(
             f"tuned=True takes token_threshold and threshold from qada tune, and {own} was given: leave out one or the "
@@ -76,13 +77,13 @@ def check_left_out(options: Options) -> None:
 
 
 def apply_tuned(options: Options, managed: ManagedModel, left_open: Collection[str] = LEFT_OPEN) -> Options:
-    """The options with the model's tuned setting if they ask for it; of `LEFT_OPEN` those in `left_open` alone, which
-    were not given. Without, and with a warning, if none is kept, or the one kept does not count. `check_left_out` comes
-    first."""
-    if not options.tuned or not managed.layers:  # of which there is another warning
+    """The options with the model's tuned setting if they are `tuned`. `left_open` names the options of `LEFT_OPEN` that
+    the caller did not give. If no setting is stored, or it was measured under other options, the options without it and
+    a warning. Call `check_left_out` first."""
+    if not options.tuned or not managed.layers:  # a model without full attention has a warning of its own
         return replace(options, tuned=False)
     try:
-        return replace(options, **_read_kept(options, managed, left_open))
+        return replace(options, **_read_setting(options, managed, left_open))
     except FileNotFoundError:
         reason = "qada tune has kept none"
     except (KeyError, TypeError) as error:
@@ -97,9 +98,10 @@ def apply_tuned(options: Options, managed: ManagedModel, left_open: Collection[s
     return replace(options, tuned=False)
 
 
-def _read_kept(options: Options, managed: ManagedModel, left_open: Collection[str]) -> dict[str, Any]:
-    """The options kept of this model; of the bulk's bits the fewer. A FileNotFoundError if there are none; a
-    LookupError if they do not count here; other errors if the file cannot be believed."""
+def _read_setting(options: Options, managed: ManagedModel, left_open: Collection[str]) -> dict[str, Any]:
+    """The options in the model's file, and `bulk_bits`: the smaller of the file's and these options'. A
+    FileNotFoundError if there is no file; a LookupError if it does not apply to these options; other errors if it is
+    damaged."""
     model = managed.get()
     if model is None:
         raise LookupError("a cache built with config= has no weights to find it by")
@@ -107,14 +109,16 @@ def _read_kept(options: Options, managed: ManagedModel, left_open: Collection[st
         raise LookupError("it is found by all of the model's weights, and this process has a part of them")
     path = _find_path(model)
     with files.open_folder(FOLDER) as folder:
-        kept = tensor_file.decode(files.read(folder, path.name), KIND, path)[1]
+        state = tensor_file.decode(files.read(folder, path.name), KIND, path)[1]
     ours = _list_conditions(options)
-    differing = [name for name in ours if kept["under"][name] != ours[name]]
+    differing = [name for name in ours if state["under"][name] != ours[name]]
     if differing:
-        measured, own = (", ".join(f"{name}={held[name]}" for name in differing) for held in (kept["under"], ours))
-        raise LookupError(f"it was measured with {measured}, and this cache has {own}")
-    chosen, bits = kept["chosen"], options.bulk_bits
-    if bits < min(chosen["bulk_bits"], DEFAULT_BITS):  # beyond the default's nothing is lost
+        measured, here = (
+            ", ".join(f"{name}={conditions[name]}" for name in differing) for conditions in (state["under"], ours)
+        )
+        raise LookupError(f"it was measured with {measured}, and this cache has {here}")
+    chosen, bits = state["chosen"], options.bulk_bits
+    if bits < min(chosen["bulk_bits"], DEFAULT_BITS):  # more bits than the default lose nothing
         raise LookupError(f"it was measured with bulk_bits={chosen['bulk_bits']}, and this cache has bulk_bits={bits}")
     if "bulk_bits" in left_open and options.codes_tokens:
         bits = min(bits, chosen["bulk_bits"])
@@ -124,13 +128,13 @@ def _read_kept(options: Options, managed: ManagedModel, left_open: Collection[st
 def _list_conditions(options: Options) -> dict[str, Any]:
     """The options that a setting was measured under, JSON-able."""
     chosen = {*LEFT_OPEN, *_THRESHOLDS}
-    found = {name: getattr(options, name) for name in CONDITIONS if name not in chosen}
+    conditions = {name: getattr(options, name) for name in CONDITIONS if name not in chosen}
     current, other = split_sources(options.moments)
     prompt = other.prompt if isinstance(other, KeyMoments) else other
-    found["moments"] = "+".join([CURRENT] * current + [str(prompt)] * (prompt is not None))
+    conditions["moments"] = "+".join([CURRENT] * current + [str(prompt)] * (prompt is not None))
     if isinstance(options.criterion, StaticHeads):
-        found["criterion"] = "static heads"
-    return found
+        conditions["criterion"] = "static heads"
+    return conditions
 
 
 def _find_path(model: PreTrainedModel) -> Path:

@@ -64,7 +64,7 @@ class Form:
         return self._encode(self._opening.replace(_DOCUMENT, document), begins=True)
 
     def make_turn(self, turn: Turn, *, after: int | None) -> list[int]:
-        """Token ids from the end of the last answer to where the next is to go on.
+        """Token ids between the last answer and the next one: the question, with what the form puts around it.
 
         Args:
             turn: the question.
@@ -77,7 +77,7 @@ class Form:
 
 
 def fit(form: Form, text: str, turns: list[Turn], *, tokens: int) -> tuple[list[int], str, bool]:
-    """The longest beginning of `text` that fills no more than `tokens` tokens together with what surrounds it.
+    """The longest beginning of `text` that, with everything else before the first question, has at most `tokens`.
 
     Returns:
         Token ids of everything before the first question, the document with the facts planted in it, and whether
@@ -99,9 +99,9 @@ def fit(form: Form, text: str, turns: list[Turn], *, tokens: int) -> tuple[list[
     while fewest < most:
         # The whole is tried first: most texts that are not the default one fit.
         words = most if best is None and most == len(ends) else (fewest + most + 1) // 2
-        found = make(words)
-        if len(found[0]) <= tokens:
-            fewest, best = words, found
+        fitted = make(words)
+        if len(fitted[0]) <= tokens:
+            fewest, best = words, fitted
         else:
             most = words - 1
     if best is None:
@@ -120,19 +120,19 @@ def read_chats(tokenizer: PreTrainedTokenizerBase, *, length: int, count: int) -
         drawn = draw_facts(index)
         last = index % len(drawn)
         turns = [*drawn[last + 1 :], *drawn[: last + 1]]
-        asked = [form.make_turn(turn, after=-1 if place else None) for place, turn in enumerate(turns)]
+        questions = [form.make_turn(turn, after=-1 if place else None) for place, turn in enumerate(turns)]
         answers = [tokenizer(f" {turn.expected}", add_special_tokens=False).input_ids for turn in turns]
         dots = tokenizer(".", add_special_tokens=False).input_ids
-        said = [ids for pair in zip(asked, answers, strict=True) for ids in (*pair, dots)]
-        told = [token for ids in said[:-3] for token in ids]
-        opening, _, _ = fit(form, read_reference(), drawn, tokens=length - len(told) - len(asked[-1]))
-        prompt, answer = torch.tensor([[*opening, *told, *asked[-1]]]), torch.tensor([answers[-1]])
-        yield Document(CHAT + SPARSE, length, index, prompt, answer, turns[-1].expected, len(asked[-1]))
+        chat = [ids for pair in zip(questions, answers, strict=True) for ids in (*pair, dots)]
+        history = [token for ids in chat[:-3] for token in ids]
+        opening, _, _ = fit(form, read_reference(), drawn, tokens=length - len(history) - len(questions[-1]))
+        prompt, answer = torch.tensor([[*opening, *history, *questions[-1]]]), torch.tensor([answers[-1]])
+        yield Document(CHAT + SPARSE, length, index, prompt, answer, turns[-1].expected, len(questions[-1]))
 
 
 @dataclass
 class Told:
-    """What one method answered, and what it cost.
+    """The answers of one method, with seconds, tokens and bytes.
 
     Attributes:
         answers: texts, one a turn, without what was begun for the model.
@@ -179,18 +179,18 @@ def converse(
         new_tokens: an answer's most.
         tell: is called with what begins, `1 + len(turns)` times.
     """
-    told = Told()
+    result = Told()
     ids = torch.tensor([opening], device=model.device)
     tell("reading the document")
     start = time.perf_counter()
     model(ids, **pass_cache(cache), logits_to_keep=1).logits.argmax().item()  # waits for the device
-    told.prefill_seconds = time.perf_counter() - start
+    result.prefill_seconds = time.perf_counter() - start
     ends = _find_end_tokens(model, form)
     stops = {} if form.chat else {"stop_strings": ["\n"], "tokenizer": form.tokenizer}
     for index, turn in enumerate(turns):
         tell(turn.question)
-        asked = form.make_turn(turn, after=None if index == 0 else int(ids[0, -1]))
-        ids = torch.cat([ids, torch.tensor([asked], device=model.device)], dim=-1)
+        question_ids = form.make_turn(turn, after=None if index == 0 else int(ids[0, -1]))
+        ids = torch.cat([ids, torch.tensor([question_ids], device=model.device)], dim=-1)
         clock = Clock()
         # The attention mask says that every token is real. Of the ids, the model reads those the cache does not hold:
         # the question, and before it the last token of the answer before.
@@ -207,18 +207,18 @@ def converse(
         )
         answer = output[0, ids.shape[1] :]
         ids = output
-        told.answers.append(form.tokenizer.decode(answer, skip_special_tokens=True).strip())
-        told.generated += len(answer)
+        result.answers.append(form.tokenizer.decode(answer, skip_special_tokens=True).strip())
+        result.generated += len(answer)
         first, last = clock.times[1], clock.times[-1]
-        told.decode_seconds += last - first
-        told.decoded += len(answer) - 1
-    told.read = cache.get_seq_length()
+        result.decode_seconds += last - first
+        result.decoded += len(answer) - 1
+    result.read = cache.get_seq_length()
     if isinstance(cache, QAdACache):
-        told.stats = cache.stats()
-        told.device_bytes, told.host_bytes = told.stats.device_bytes, told.stats.host_bytes
+        result.stats = cache.stats()
+        result.device_bytes, result.host_bytes = result.stats.device_bytes, result.stats.host_bytes
     else:
-        told.device_bytes = sum(count_layer_bytes(layer)[0] for layer in cache.layers)
-    return told
+        result.device_bytes = sum(count_layer_bytes(layer)[0] for layer in cache.layers)
+    return result
 
 
 def _find_end_tokens(model: PreTrainedModel, form: Form) -> list[int]:

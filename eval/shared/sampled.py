@@ -29,12 +29,12 @@ def sampled_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, window: int,
     out: Tensor, end: int = 0,
 ) -> Tensor:  # fmt: skip
-    """As `triton.selected_prompt.selected_attention`, of one row; that says what it is told."""
+    """As `triton.selected_prompt.selected_attention`, for one row; its docstring explains the arguments."""
     (heads, queries), (kv_heads, tokens) = query.shape[1:3], key.shape[1:3]
     group, past, length, pairs = heads // kv_heads, tokens - queries, max(end, tokens), 0
     together = find_block(length, max(query.shape[3], value.shape[3]))
     whole, capacity = find_whole(length - past, window, together), find_capacity(tokens)
-    told = {"scaling": scaling, "threshold": threshold, "sinks": sinks, "stride": find_sum_stride(length)}
+    arguments = {"scaling": scaling, "threshold": threshold, "sinks": sinks, "stride": find_sum_stride(length)}
     query, key, value = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (query, key, value))
     codes, steps = encode(key, CODES)
     for kv_head, (keys, values) in enumerate(zip(key[0], value[0], strict=True)):
@@ -43,20 +43,20 @@ def sampled_attention(
             begin, rows = past + first, query[0, group_heads, first : first + together]
             parts = torch.full((group, begin), SHARES, dtype=query.dtype, device="cpu")
             if begin and block < whole:
-                parts = find_probabilities(rows, codes[0, kv_head], steps[0, kv_head], begin, **told)
-            for head, own, each in zip(range(heads)[group_heads], rows, parts, strict=True):
-                taken, times = draw(each, NEXT_BLOCK * (begin // together) + NEXT_HEAD * head)
-                if len(taken) > capacity:
-                    taken, times = draw(torch.full_like(each, SHARES), 0)
-                attended = attend(scaling * own, keys, values, begin, taken, times)
+                parts = find_probabilities(rows, codes[0, kv_head], steps[0, kv_head], begin, **arguments)
+            for head, head_queries, each in zip(range(heads)[group_heads], rows, parts, strict=True):
+                sampled, weights = draw(each, NEXT_BLOCK * (begin // together) + NEXT_HEAD * head)
+                if len(sampled) > capacity:
+                    sampled, weights = draw(torch.full_like(each, SHARES), 0)
+                attended = attend(scaling * head_queries, keys, values, begin, sampled, weights)
                 out[0, head, first : first + together] = attended.to(out.dtype)
-                pairs += len(taken) * len(own) + len(own) * (len(own) + 1) // 2
+                pairs += len(sampled) * len(head_queries) + len(head_queries) * (len(head_queries) + 1) // 2
     return torch.tensor(pairs)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, begin: int, taken: Tensor, times: Tensor) -> Tensor:
-    """Of a block of queries over itself, from the token `begin` on, and over those `taken`, which count so many times:
-    `[queries, dim]`."""
+    """The attention `[queries, dim]` of a block of queries, over the block's own tokens, from `begin` on, and over the
+    tokens `taken` before it. Each of these counts `times` as often."""
     size = len(queries)
     read = torch.cat([taken, torch.arange(begin, begin + size, device="cpu")])
     scores = queries @ keys[read].T
@@ -67,8 +67,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, begin: int, taken: Ten
 
 
 def draw(parts: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """The tokens that are read by probabilities `[tokens]` in `SHARES`, and how often each counts; `start` have passed
-    before."""
+    """A systematic sample by probabilities `parts` `[tokens]`, in units of 1 / `SHARES`, from offset `start`: the
+    indices of the sampled tokens, and the weight of each, its inverse probability."""
     passed = start % SHARES + parts.long().cumsum(dim=0)
     taken = (passed // SHARES > (passed - parts.long()) // SHARES).nonzero()[:, 0]
     return taken, SHARES / parts[taken]
@@ -76,7 +76,7 @@ def draw(parts: Tensor, start: int) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def read_as_gpus_do() -> Iterator[None]:
-    """Have a `prefill_threshold` read prompts on a CPU so. Numbers that are next to none become none meanwhile: a
+    """Inside, a `prefill_threshold` reads prompts on a CPU by this sample. Denormal numbers are flushed to zero, as a
     processor may take a hundred times as long for them."""
     torch.set_flush_denormal(True)
     with mock.patch.object(exact, "find_selected_attention", return_value=sampled_attention):

@@ -1,14 +1,15 @@
 """Decode steps as replays of one CUDA graph.
 
 A short step costs the host more than the device: operator after operator is launched from Python. A graph holds all
-launches of one step of the decoder and starts them at once. What differs between steps it reads from tensors that stay
-where they are (`Places`), and writes for the next step, so that the host gives it the token alone. What the host keeps
-of a step is counted beside it (`Step.advance`).
+launches of one step of the decoder and starts them at once. Values that differ between steps lie in tensors at fixed
+addresses (`Places`). A replay reads them and writes those of the next step, so the host writes the new token alone.
+The host's own counts of a step are updated by `Step.advance`.
 
-A graph fits as long as the tensors of all layers stay where they are, so until the bulk grows. The first step after
-that computes as ever, the second rehearses what is then captured, so that nothing is built or allocated meanwhile.
-A cache's first replays are compared: of a model that goes by numbers of the host's, they would go by old ones.
-Steps that move tokens into the bulk, prompts, turns and whatever else a graph cannot hold compute as ever, too.
+A graph is valid as long as the tensors of all layers keep their addresses, so until the bulk grows. The first step
+after that is computed without a graph. The second is a rehearsal: it computes in the tensors of `Places`, so that
+nothing is built or allocated while the third is captured. A cache's first replays are compared with the model's own
+results, as a model may compute with numbers on the host, which a replay does not update. No graph holds steps that
+move tokens into the bulk, prompts, turns and other passes that `find_inputs` refuses.
 """
 
 import logging
@@ -28,22 +29,22 @@ from ..state.layer import QAdALayer
 from ..storage.transfers import find_reader
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
-from .lasting import Held, Lasting, can_last
+from .lasting import Lasting, LayerStates, can_last
 from .model_state import ModelState
 from .step import Places, Step, find_inputs
 
 logger = logging.getLogger(__name__)
-ROUNDING = 4  # eps of the dtype: what a replayed hidden state may be off the computed one, of its norm
-MOST_EXACT = 1e-5  # where eps is less
-COMPARED = 2  # replays: of the step that is captured, at positions of the graph's, and of another one
+# The error of a replayed hidden state, relative to the norm of the computed one, may be the larger of these two.
+ROUNDING = 4  # times the dtype's eps
+MOST_EXACT = 1e-5
+COMPARED = 2  # replays: of the captured step, and of a step at another position
 Compute = Callable[..., Any]
 _TORCHS = "torch computes decode steps of this model, which no CUDA graph holds: cuda_graph=True has none"
 
 
 def make_graph(options: Options, managed: ManagedModel, layers: list[Any]) -> "DecodeGraph | None":
-    """That of a cache with these options and layers, asked for by the decoder's forward function from now on; None
-    without.
-    ValueError or NotImplementedError, if one is asked for that cannot be."""
+    """The graph of a cache with these options and layers, or None. From now on the decoder's forward function uses it.
+    ValueError or NotImplementedError if `options.cuda_graph` is True and there can be none."""
     asked, model = options.cuda_graph, managed.get()
     if asked and model is None:
         raise ValueError("cuda_graph=True needs the model: QAdACache(model, cuda_graph=True)")
@@ -74,13 +75,13 @@ def make_graph(options: Options, managed: ManagedModel, layers: list[Any]) -> "D
 
 
 class DecodeGraph:
-    """The graph of one cache's decode steps, if they have one. A copy begins without."""
+    """The graph of one cache's decode steps, once it is captured. A copy begins without one."""
 
     def __init__(self, *, asked: bool) -> None:
-        """`asked`: by the user, who then knows that hooks do not run and adapters do not change in replays."""
+        """`asked`: the user gave `cuda_graph=True`, and so accepts that replays run no hooks and change no adapters."""
         self.asked = asked
-        self.failed = ""  # why none is captured any more
-        self._compared = 0  # replays that gave what was computed
+        self.failed = ""  # the reason why no graph is captured any more
+        self._compared = 0  # replays whose results were compared, and were right
         self.forget()
 
     def __deepcopy__(self, memo: dict) -> "DecodeGraph":
@@ -89,30 +90,30 @@ class DecodeGraph:
     def forget(self) -> None:
         """Drop the graph and its memory."""
         self._graph: Any = None
-        self._result: tuple[type, Tensor] | None = None  # the decoder's kind of result, and its last hidden state
+        self._result: tuple[type, Tensor] | None = None  # the type of the decoder's output, and its last hidden state
         self._places: Places | None = None
-        self._step: Step | None = None  # the last one replayed, as long as nothing else has been computed
-        self._facts: Any = None  # what a graph depends on beside shapes
-        self._lasting: Lasting | None = None  # of transformers' own layers
-        self._model: ModelState | None = None  # as it was captured
-        self._stream: Any = None  # that of the last replay
+        self._step: Step | None = None  # the last replayed one; None after a pass without the graph
+        self._facts: Any = None  # decoder, plans and lengths that the graph depends on, beside shapes
+        self._lasting: Lasting | None = None  # state of transformers' own layers
+        self._model: ModelState | None = None  # the model's state when the graph was captured
+        self._stream: Any = None  # the stream of the last replay
 
     def run(self, cache: Any, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
-        """What `compute(**kwargs)`, the decoder's own forward, returns with this cache."""
+        """Returns what `compute(**kwargs)`, the decoder's own forward, returns with this cache; replays if it can."""
         step, layers = self._step, [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
-        held = Held(cache.layers)
-        in_place = held.lasts and self._lasting is not None and self._lasting.fits(held)
+        states = LayerStates(cache.layers)
+        in_place = states.keeps_shapes and self._lasting is not None and self._lasting.fits(states)
         followed = step is not None and in_place and self._facts[0]() is decoder and step.is_followed_by(layers)
-        refused = self.failed or not held.lasts
-        inputs = (
-            None if refused else find_inputs(layers, decoder, kwargs, followed=followed, sliding_tokens=held.tokens)
-        )
+        inputs = None
+        if not self.failed and states.keeps_shapes:
+            tokens = states.window_tokens
+            inputs = find_inputs(layers, decoder, kwargs, followed=followed, sliding_tokens=tokens)
         if inputs is None:
             self._step = None
             return compute(**kwargs)
         if len(layers) < len(cache.layers):
-            cache._begin_pass()  # as the first layer that is called does
-        # The replay before has written the rest.
+            cache._begin_pass()  # the first called layer does so too, and a replay calls none
+        # Whether the last replay has written all that this one reads, but `inputs`.
         prepared = step is not None and followed and step.takes(inputs) and not self._is_model_changed
         if step is None or not prepared:
             step, self._step = Step(layers, inputs), None
@@ -122,20 +123,20 @@ class DecodeGraph:
             fits = self._places is not None and self._places.fits(step)
             if self._places is None or not fits or facts != self._facts or not in_place or self._is_model_changed:
                 self.forget()
-                if not step.plans:  # which shows in the first step
+                if not step.plans:  # after one step without a graph, each layer that a kernel computes has a plan
                     if self.asked and step.is_torchs:
                         warn_once(logger, _TORCHS)
                     return compute(**kwargs)
-                self._facts, self._places, self._lasting = facts, Places(step), Lasting(held)
-                with step.use(self._places):  # a rehearsal, at positions of the decoder's own if it is told none
-                    return compute(**self._tell(kwargs, inputs))
+                self._facts, self._places, self._lasting = facts, Places(step), Lasting(states)
+                with step.use(self._places):  # a rehearsal; without `position_ids` the decoder makes its own
+                    return compute(**self._replace_inputs(kwargs, inputs))
             self._places.write(step)
         assert self._places is not None
         assert self._lasting is not None
-        self._lasting.put(held)
+        self._lasting.put(states)
         self._places.write_inputs(inputs if prepared else step.inputs)
         stream = find_reader(step.device)
-        if not prepared or stream != self._stream:  # else it has waited for all copies that a bulk has under way
+        if not prepared or stream != self._stream:  # else this stream has waited for all copies to bulks
             self._stream = stream
             for store in step.stores:
                 if store.bulk.offloaded:
@@ -148,7 +149,7 @@ class DecodeGraph:
         step.shared.progress.changing = "a replayed step"
         self._graph.replay()
         step.advance()
-        for layer in held.sliding:
+        for layer in states.sliding:
             layer.cumulative_length += 1
         step.shared.progress.changing = ""
         self._step = step
@@ -159,15 +160,15 @@ class DecodeGraph:
     def _is_model_changed(self) -> bool:
         return self._model is not None and self._model.is_changed
 
-    def _tell(self, kwargs: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """What the decoder is told by a graph, which has inputs of these names."""
+    def _replace_inputs(self, kwargs: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """The decoder's arguments, with those of these `names` from `Places`, and without a mask."""
         assert self._places is not None
         return kwargs | {name: self._places.inputs[name] for name in names} | {"attention_mask": None}
 
     def _capture(
         self, layers: list[Any], decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step
     ) -> bool:
-        """Whether the graph is there, and everything the host knows is as it was before."""
+        """Captures a graph of this step; returns whether it could. The host's state is then as it was before."""
         assert self._places is not None
         assert self._lasting is not None
         model = ModelState(decoder, watches_hooks=not self.asked, forget=self.forget)
@@ -177,20 +178,20 @@ class DecodeGraph:
             return False
         counters = [asker.counters for asker in step.askers]
         sums = _make_sums(step)
-        for each, own in zip(counters, sums, strict=True):
-            each.count_replays(*own)
+        for each, layer_sums in zip(counters, sums, strict=True):
+            each.count_replays(*layer_sums)
         for store in step.stores:
             store.bulk.synchronize()
-        kept = HostState(layers, step.shared)
+        host_state = HostState(layers, step.shared)
         graph = GRAPHS[step.device.type](step.device)
         try:
-            with step.use(self._places), self._lasting.write(Held(layers)), graph.capture():
-                result = compute(**self._tell(kwargs, self._places.inputs))
-                more = {name for name in result if name not in ("last_hidden_state", *CACHE_NAMES)}
-                if more:
-                    raise NotImplementedError(f"the model returns {', '.join(sorted(more))}")
-                after = Held(layers)
-                if not after.lasts or not self._lasting.fits(after):
+            with step.use(self._places), self._lasting.write(LayerStates(layers)), graph.capture():
+                result = compute(**self._replace_inputs(kwargs, self._places.inputs))
+                others = {name for name in result if name not in ("last_hidden_state", *CACHE_NAMES)}
+                if others:
+                    raise NotImplementedError(f"the model returns {', '.join(sorted(others))}")
+                after = LayerStates(layers)
+                if not after.keeps_shapes or not self._lasting.fits(after):
                     raise NotImplementedError("what its linear or sliding layers hold is of another kind after a pass")
                 _add_local([each.take_flags() for each in counters], sums)
                 self._places.advance()
@@ -198,13 +199,13 @@ class DecodeGraph:
             self._fail(f"{type(error).__name__}: {error}".partition("\n")[0])
             return False
         finally:
-            kept.restore()
+            host_state.restore()
         self._graph, self._result, self._model = graph, (type(result), result.last_hidden_state), model
         return True
 
     def _compare(self, compute: Compute, kwargs: dict[str, Any], step: Step) -> Any:
-        """What `compute(**kwargs)` returns. A replay of the same step gives that as well, or the graph is dropped. The
-        device is waited for."""
+        """Returns what `compute(**kwargs)` returns, and drops the graph if a replay of the same step returns something
+        else. Waits for the device."""
         assert self._result is not None
         assert self._lasting is not None
         written = [each for asker in step.askers for each in asker.counters.on_device] + self._lasting.tensors
@@ -215,39 +216,41 @@ class DecodeGraph:
         torch._foreach_copy_(written, before)
         step.shared.progress.changing = ""
         computed = compute(**kwargs)
-        wanted = computed.last_hidden_state
-        off = ((hidden.float() - wanted.float()).norm() / wanted.float().norm()).item()
-        if off <= max(ROUNDING * torch.finfo(wanted.dtype).eps, MOST_EXACT):
+        expected = computed.last_hidden_state
+        error = ((hidden.float() - expected.float()).norm() / expected.float().norm()).item()
+        if error <= max(ROUNDING * torch.finfo(expected.dtype).eps, MOST_EXACT):
             self._compared += 1
         else:
-            self._fail(f"replays are off by {off:.2g}, as the model goes by numbers that its inputs do not tell")
+            self._fail(f"replays are off by {error:.2g}, as the model goes by numbers that its inputs do not tell")
         return computed
 
     def _fail(self, why: str) -> None:
         self.forget()
         self.failed = why
-        said = f"decode steps of this model are computed without a CUDA graph ({why})"
+        message = f"decode steps of this model are computed without a CUDA graph ({why})"
         if self.asked:
-            warn_once(logger, said)
+            warn_once(logger, message)
         else:
-            logger.info(said)
+            logger.info(message)
 
 
 def _make_sums(step: Step) -> list[tuple[Tensor, Tensor]]:
-    """Zeros that a graph adds decisions to, by layer that asks, as `Counters.count_replays` takes them."""
+    """Sums that a graph adds decisions to, all zero: for each asker `[kv_heads, group]` and `[kv_heads]`, int64, as
+    `Counters.count_replays` takes them."""
     sizes = [(asker.plan.queries[1], asker.plan.operands.kv_heads) for asker in step.askers]
     with torch.inference_mode(False):  # they may be added to outside inference mode
-        of_heads = [
+        by_head = [
             torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for heads, kv_heads in sizes
         ]
-        return [(each, each.new_zeros(len(each))) for each in of_heads]
+        return [(each, each.new_zeros(len(each))) for each in by_head]
 
 
 def _add_local(flags: list[Tensor], sums: list[tuple[Tensor, Tensor]]) -> None:
-    """Add what flags `[batch, kv_heads, group, 1]` call local to a layer's sums, at once for layers alike in heads."""
+    """Count local decisions, False in `flags` `[batch, kv_heads, group, 1]` of each asker, into its sums. Askers of the
+    same shape are counted at once."""
     for shape in dict.fromkeys(each.shape for each in flags):
-        alike = [(each, own) for each, own in zip(flags, sums, strict=True) if each.shape == shape]
+        alike = [(each, its_sums) for each, its_sums in zip(flags, sums, strict=True) if each.shape == shape]
         local = ~torch.stack([each for each, _ in alike])  # [layers, batch, kv_heads, group, 1]
         heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))
-        torch._foreach_add_([own[0] for _, own in alike], list(heads.unbind()))
-        torch._foreach_add_([own[1] for _, own in alike], list(groups.unbind()))
+        torch._foreach_add_([by_head for _, (by_head, _) in alike], list(heads.unbind()))
+        torch._foreach_add_([by_kv_head for _, (_, by_kv_head) in alike], list(groups.unbind()))

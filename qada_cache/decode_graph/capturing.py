@@ -1,4 +1,4 @@
-"""A graph of launches, and what a pass changes on the host while one is captured."""
+"""The graph of a device's launches, and the host's state, which a pass changes while a graph is captured."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ from ..state.layer import QAdALayer
 
 
 class CudaGraph:
-    """Launches on a device, to be repeated."""
+    """A CUDA graph: launches on a device, captured once, replayed often."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph, self._stream = device, torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """What is launched meanwhile belongs to the graph and is not computed."""
+        """Inside, launches are recorded into the graph, and not computed."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -31,7 +31,7 @@ class CudaGraph:
         current.wait_stream(self._stream)
 
     def replay(self) -> None:
-        """Compute all of it on the current stream."""
+        """Compute all launches on the current stream."""
         self._graph.replay()
 
 
@@ -39,24 +39,24 @@ GRAPHS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraph}  # by the
 
 
 class HostState:
-    """What a pass changes on the host, to be put back: while a graph is captured nothing is computed."""
+    """The host's state of a cache before a capture. A capture changes it as a pass does, but computes nothing."""
 
     def __init__(self, layers: list[Any], shared: Shared) -> None:
-        """Of all layers of a cache."""
+        """`layers` are all layers of a cache."""
         self._shared, self._progress = shared, (shared.progress.reached, dict(shared.progress.visits))
         self._is_prefill_chunk = shared.forward_pass.is_prefill_chunk
         ours = [layer for layer in layers if isinstance(layer, QAdALayer)]
         parts = ((asker, asker.counters) for layer in ours for asker in layer.askers)
-        held = [*layers, *(layer.store for layer in ours), *chain.from_iterable(parts)]
-        self._held = [(each, {name: _copy(value) for name, value in vars(each).items()}) for each in held]
+        objects = [*layers, *(layer.store for layer in ours), *chain.from_iterable(parts)]
+        self._attributes = [(each, {name: _copy(value) for name, value in vars(each).items()}) for each in objects]
 
     def restore(self) -> None:
-        """As it was."""
+        """Put all attributes back as they were."""
         self._shared.progress.reached, self._shared.progress.visits = self._progress
         self._shared.forward_pass.is_prefill_chunk = self._is_prefill_chunk
-        for each, before in self._held:
+        for each, before in self._attributes:
             vars(each).update(before)
 
 
-def _copy(held: Any) -> Any:
-    return held.copy() if isinstance(held, (list, dict)) else held
+def _copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict)) else value

@@ -1,4 +1,4 @@
-"""What a graph takes from a model: where its weights lie, and what its modules call."""
+"""The state of a model that a captured graph depends on: addresses of its weights, and its modules' hooks."""
 
 import weakref
 from collections.abc import Callable
@@ -9,39 +9,39 @@ from typing import Any
 from torch import Tensor, nn
 
 _MODULE = nn.modules.module
-_GLOBAL_HOOKS: tuple[Any, ...] = (_MODULE._global_forward_hooks, _MODULE._global_forward_pre_hooks)  # of all modules
+_GLOBAL_HOOKS: tuple[Any, ...] = (_MODULE._global_forward_hooks, _MODULE._global_forward_pre_hooks)  # for all modules
 
 
 class ModelState:
-    """A decoder's modules, parameters and buffers as they are now. It keeps these, but not the decoder.
+    """A decoder's modules, parameters and buffers at one moment. It has references to these, but not to the decoder.
 
-    Every replay asks for them, and the device waits meanwhile: Python's own iterators look at them.
+    Every replay compares them with the present ones while the device waits, so this is done by Python's iterators.
     """
 
     def __init__(self, decoder: nn.Module, *, watches_hooks: bool, forget: Callable[[], None]) -> None:
-        """The method `forget` is called once the decoder is gone. `watches_hooks`: a hook, and a forward function that
-        is an instance's own, are changes."""
+        """The method `forget` is called once the decoder is freed. With `watches_hooks`, hooks and a `forward` set on
+        an instance count as changes."""
         modules = list(decoder.modules())
-        self._owns: list[dict[str, Any]] = [vars(module) for module in modules] if watches_hooks else []
-        self._hooks = [own[name] for own in self._owns for name in ("_forward_hooks", "_forward_pre_hooks")]
+        self._attributes: list[dict[str, Any]] = [vars(module) for module in modules] if watches_hooks else []
+        self._hooks = [values[name] for values in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._hooks += _GLOBAL_HOOKS if watches_hooks else ()
-        tables: list[Any] = [part for own in modules for part in (own._modules, own._parameters, own._buffers)]
-        self._views = [table.values() for table in tables if table]  # of what is in them, whenever they are read
-        self._held = list(chain.from_iterable(self._views))
-        self._weights = [each for each in self._held if isinstance(each, Tensor)]
+        tables: list[Any] = [table for each in modules for table in (each._modules, each._parameters, each._buffers)]
+        self._views = [table.values() for table in tables if table]  # they show later changes
+        self._contents = list(chain.from_iterable(self._views))
+        self._weights = [each for each in self._contents if isinstance(each, Tensor)]
         self._addresses = list(map(Tensor.data_ptr, self._weights))
-        method = weakref.WeakMethod(forget)  # whoever has this is nobody's that this keeps
-        self._end = weakref.ref(decoder, lambda _: (found := method()) and found())
+        method = weakref.WeakMethod(forget)  # weak, as the method's owner refers to this object
+        self._end = weakref.ref(decoder, lambda _: (alive := method()) and alive())
 
     @property
     def has_hooks(self) -> bool:
-        """Whether something may come between its modules, as far as that is watched."""
-        return any(self._hooks) or any(map(contains, self._owns, repeat("forward")))
+        """Whether a module has a hook or a `forward` of its own, with `watches_hooks`; else False."""
+        return any(self._hooks) or any(map(contains, self._attributes, repeat("forward")))
 
     @property
     def is_changed(self) -> bool:
-        """Whether a graph captured then would compute something else than the model now."""
-        held = list(chain.from_iterable(self._views))
-        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+        """Whether the model has changed since, so that a graph captured then would compute something else."""
+        contents = list(chain.from_iterable(self._views))
+        if len(contents) != len(self._contents) or not all(map(is_, contents, self._contents)):
             return True
         return list(map(Tensor.data_ptr, self._weights)) != self._addresses or self.has_hooks

@@ -27,8 +27,8 @@ _locked: set[int] = set()  # descriptors of `lock`
 
 def find_home() -> Path:
     """The folder of files kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches."""
-    if own := os.environ.get("QADA_HOME"):
-        return Path(own)
+    if home := os.environ.get("QADA_HOME"):
+        return Path(home)
     if sys.platform == "darwin":
         return Path("~/Library/Caches/qada").expanduser()
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -72,10 +72,10 @@ def _open_own(name: str | Path, path: Path, within: int | None, make: bool) -> I
         os.close(descriptor)
 
 
-def _check_own(found: os.stat_result, path: str | Path) -> None:
-    if found.st_uid != os.geteuid():
+def _check_own(status: os.stat_result, path: str | Path) -> None:
+    if status.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user: give a folder of your own (QADA_HOME)")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"others than you can write to {path} (chmod go-w it if they did not)")
 
 

@@ -1,4 +1,4 @@
-"""Key moments of a whole model, kept from a prompt other than the one being read, for bulks of any length."""
+"""Key moments of all layers of a model, from another prompt than the one being read, for bulks of any length."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ from .rotation import ROPE_SETTINGS, Rotation, find_rotation_at
 KIND = "qada-moments"
 HUB = "hf://"
 HUB_FILE = "moments.safetensors"
-_HEADER = ("lengths", "model_type", "prompt", "tokens", "sink_tokens", "rope", "origin")  # fields kept as they are
+_HEADER = ("lengths", "model_type", "prompt", "tokens", "sink_tokens", "rope", "origin")  # unchanged in a file
 _KINDS = dict(zip(_HEADER, (list, str, str, int, int, dict, dict), strict=True)) | {
     "frequencies": list,
     "rotations": list,
@@ -38,14 +38,14 @@ def _check_header(header: dict[str, Any]) -> None:
     if kinds != _KINDS:
         wrong = sorted({str(name) for name, _ in kinds.items() ^ _KINDS.items()})
         raise ValueError(f"KeyMoments: {', '.join(wrong)} of its file are missing, unknown or of another kind")
-    if any(type(found) is not list or [*map(type, found)] != [str, int] for found in header["rotations"]):
+    if any(type(pair) is not list or [*map(type, pair)] != [str, int] for pair in header["rotations"]):
         raise ValueError(f"KeyMoments: rotations must be pairs of a layout and an index, got {header['rotations']}")
     counts = [header["tokens"], header["sink_tokens"], *header["lengths"], *(at for _, at in header["rotations"])]
     if not {*map(type, counts)} <= {int} or min(counts) < 0:
         raise ValueError(f"KeyMoments: counts and indices must be ints and not negative, got {counts}")
-    for found in (value for listed in header["frequencies"] for value in listed):
-        if type(found) not in (int, float) or not abs(found) <= sys.float_info.max:
-            raise ValueError(f"KeyMoments: a rotary frequency of {found}")
+    for frequency in (value for listed in header["frequencies"] for value in listed):
+        if type(frequency) not in (int, float) or not abs(frequency) <= sys.float_info.max:
+            raise ValueError(f"KeyMoments: a rotary frequency of {frequency}")
     if unknown := header["rope"].keys() - ROPE_SETTINGS:
         raise ValueError(f"KeyMoments: rotary settings {', '.join(sorted(unknown))} are unknown")
 
@@ -124,7 +124,7 @@ class KeyMoments:
         """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`,
         float64 on the CPU.
 
-        With known rotations they are averaged over the bulk's positions. Otherwise they are those of the greatest of
+        With `rotations` they are averaged over the bulk's positions. Otherwise they are those of the greatest of
         `lengths` up to `length`: moments of a shorter bulk do little harm, of a longer one much. A ValueError if
         `length` is below 1.
         """
@@ -154,7 +154,7 @@ class KeyMoments:
         They are made once for all callers that keep them (`of_layer.LayerMoments`), so any number of caches may take
         turns. Callers round lengths (`rotation.round_length`), so that few different ones are ever asked for.
         """
-        found = []
+        by_length = []
         with _placing:
             for length in lengths:
                 keys = [(name, layer, length, device, shard.rank, shard.size) for name in ("mean", "covariance")]
@@ -162,11 +162,11 @@ class KeyMoments:
                 if mean is None or covariance is None:
                     heads, *dims = map(slice, (*sizes, sizes[1]))
                     whole = zip(self._find_layer_at(layer, length), ((heads, *dims[:1]), (heads, *dims)), strict=True)
-                    made = (shard.take_own(moment)[part].float() for moment, part in whole)
-                    mean, covariance = (moment.to(device).contiguous().unsqueeze(0) for moment in made)
+                    parts = (shard.take_own(moment)[part].float() for moment, part in whole)
+                    mean, covariance = (moment.to(device).contiguous().unsqueeze(0) for moment in parts)
                     self._placed.update(zip(keys, (mean, covariance), strict=True))
-                found.append((mean, covariance))
-        return found
+                by_length.append((mean, covariance))
+        return by_length
 
     @property
     def device_bytes(self) -> int:
@@ -176,11 +176,11 @@ class KeyMoments:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The tensors of a file, under the names that `from_file` reads."""
-        kept = {"moments.mean": self.mean, "moments.covariance": self.covariance}
-        return kept if self.query_energies is None else kept | {"moments.query_energies": self.query_energies}
+        tensors = {"moments.mean": self.mean, "moments.covariance": self.covariance}
+        return tensors if self.query_energies is None else tensors | {"moments.query_energies": self.query_energies}
 
     def to_header(self) -> dict[str, Any]:
-        """Everything else a file keeps, JSON-able."""
+        """All other fields of a file, JSON-able."""
         frequencies = list(dict.fromkeys(rotation.frequencies for rotation in self.rotations))
         return {
             **{name: getattr(self, name) for name in _HEADER},
@@ -190,7 +190,7 @@ class KeyMoments:
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], header: dict[str, Any]) -> "KeyMoments":
-        """The inverse of `tensors` and `header`; a ValueError if they do not fit each other, or are no such thing."""
+        """The inverse of `to_tensors` and `to_header`; a ValueError if they do not fit each other or are no moments."""
         try:
             _check_header(header)
             mean, covariance = tensors["moments.mean"], tensors["moments.covariance"]

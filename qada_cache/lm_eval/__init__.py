@@ -103,9 +103,9 @@ def _evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
     lm.saved_tokens.clear()
     lm.responses.clear()
     results = _evaluate(*args, **kwargs)
-    asked = _count_responses(kwargs["task_dict"] if "task_dict" in kwargs else args[1])
+    expected = _count_responses(kwargs["task_dict"] if "task_dict" in kwargs else args[1])
     gathered, saved = lm.gather_object(totals), lm.gather_object(lm.saved_tokens)
-    resumed = sum(lm.gather_object(asked - lm.responses) or (), Counter[str]())
+    resumed = sum(lm.gather_object(expected - lm.responses) or (), Counter[str]())
     if results is not None:
         tuned, computed = {"cache_tuned,none": lm.cache_tuned} if lm.cache_tuned else {}, set().union(*gathered)
         for task in results["results"].keys() & computed:
@@ -194,11 +194,11 @@ class QAdALM(HFLM):
         results: dict[int, Any] = {}
         processes, self._world_size = self._world_size, 1
         try:
-            for task, own in tasks.items():
+            for task, places in tasks.items():
                 self._task = task or "none"  # requests made by hand need not name one
-                done = getattr(super(), name)([requests[place] for place in own], disable_tqdm=disable_tqdm)
-                results.update(zip(own, done, strict=True))
-                self.responses[self._task] += len(own)
+                answers = getattr(super(), name)([requests[place] for place in places], disable_tqdm=disable_tqdm)
+                results.update(zip(places, answers, strict=True))
+                self.responses[self._task] += len(places)
         finally:
             self._world_size = processes
         answered = {id(requests[place]): answer for place, answer in results.items()}

@@ -35,9 +35,9 @@ class Beginnings:
             return cache, 0
         columns = ids.shape[1]
         begun = self._store.begin(self._model, _list_rows(ids, mask), columns, most=columns, **self._options)
-        held = begun.get_seq_length()
-        if columns - least < held < columns:
-            begun.crop(columns - least - held)
+        cached = begun.get_seq_length()
+        if columns - least < cached < columns:
+            begun.crop(columns - least - cached)
         return begun, int(mask[:, : begun.get_seq_length()].sum())
 
     def keep(self, cache: QAdACache, ids: Tensor, mask: Tensor, saved: int) -> None:

@@ -32,7 +32,7 @@ def make_rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) 
     A row longer than `max_length` loses its oldest tokens, with a warning, as in lm-eval. AssertionError, as there, if
     a context or a continuation is empty, or a continuation longer than `max_length`.
     """
-    made: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, list[int]]]] = {}
+    by_tokens: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, list[int]]]] = {}
     for index, (context, continuation) in enumerate(requests):
         if not context or not 0 < len(continuation) <= max_length:
             raise AssertionError(
@@ -46,9 +46,9 @@ def make_rows(requests: Sequence[tuple[list[int], list[int]]], max_length: int) 
             )
         tokens = tuple((context + continuation)[-(max_length + 1) : -1])
         split = len(tokens) - len(continuation)
-        made.setdefault((tokens[:split], tokens[split:]), []).append((index, continuation))
-    found = [Row(prefix, queries, same) for (prefix, queries), same in made.items()]
-    return sorted(found, key=lambda row: (-len(row.prefix), row.prefix, -len(row.queries), row.queries))
+        by_tokens.setdefault((tokens[:split], tokens[split:]), []).append((index, continuation))
+    rows = [Row(prefix, queries, same) for (prefix, queries), same in by_tokens.items()]
+    return sorted(rows, key=lambda row: (-len(row.prefix), row.prefix, -len(row.queries), row.queries))
 
 
 def pad(sequences: Sequence[Sequence[int]], device: torch.device, *, side: str) -> tuple[Tensor, Tensor]:

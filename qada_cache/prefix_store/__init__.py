@@ -3,7 +3,7 @@
 `naming` names stored tokens, `folder` has their files, `filling` copies tokens out of caches and into them. A file
 holds the unchanged keys and values of one segment of tokens. Each cache makes sinks, window and moments from them,
 under its own options. Codes of the sketch take longest to make, so `sketches` stores those of whole segments. States
-of sliding and linear layers, behind some beginnings, have files of their own.
+of sliding and linear layers, after some beginnings, have files of their own.
 """
 
 import logging
@@ -34,7 +34,7 @@ from .naming import Name, name_root
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES, MAX_AGE = 16 * 2**30, 30 * 24 * 3600.0  # of files; in seconds
+MAX_BYTES, MAX_AGE = 16 * 2**30, 30 * 24 * 3600.0  # bytes of all files; seconds since a file was last used
 
 
 class PrefixStore:
@@ -124,23 +124,24 @@ class PrefixStore:
     ) -> QAdACache:
         """As `cache`, for `rows` of real tokens, right-aligned in `columns`, of which it holds at most `most`."""
         model = unwrap_model(model)
-        cache, found = QAdACache(model, **keep_as_made(options)), [Beginning() for _ in rows]
+        cache, beginnings = QAdACache(model, **keep_as_made(options)), [Beginning() for _ in rows]
         cache.keep_snapshots(self.snapshot_tokens)
         alone = [*map(len, rows)] == [columns]  # without padding
         with self._make_finder(cache, model, rows, key, coded=alone) as finder:
             if finder is not None and (alone or not finder.needs_states):
-                found = [finder.find(row, most - columns + len(row)) for row in rows]
-        begun = min((columns - len(row) + each.tokens for row, each in zip(rows, found, strict=True)), default=0)
-        held = [max(begun - columns + len(row), 0) for row in rows]
-        if any(each.states is not None and not restore_states(cache, each.states, each.tensors) for each in found):
-            held = [0]
-        if any(held):
-            for each, tokens in zip(found, held, strict=True):
+                beginnings = [finder.find(row, most - columns + len(row)) for row in rows]
+        ends = [columns - len(row) + each.tokens for row, each in zip(rows, beginnings, strict=True)]
+        columns_held = min(ends, default=0)
+        tokens_held = [max(columns_held - columns + len(row), 0) for row in rows]
+        if any(each.states is not None and not restore_states(cache, each.states, each.tensors) for each in beginnings):
+            tokens_held = [0]
+        if any(tokens_held):
+            for each, tokens in zip(beginnings, tokens_held, strict=True):
                 each.crop(tokens)
-            fill(cache, [each.pieces for each in found], [each.exact for each in found], begun)
+            fill(cache, [each.pieces for each in beginnings], [each.exact for each in beginnings], columns_held)
         with self._lock:
-            self._counters.update(prompts=len(rows), hits=sum(map(bool, held)))
-            self._counters.update(prompt_tokens=sum(map(len, rows)), saved_tokens=sum(held))
+            self._counters.update(prompts=len(rows), hits=sum(map(bool, tokens_held)))
+            self._counters.update(prompt_tokens=sum(map(len, rows)), saved_tokens=sum(tokens_held))
         return cache
 
     def count(self, model: PreTrainedModel, tokens: Sequence[int], *, key: str | None = None, **options: Any) -> int:
@@ -192,7 +193,7 @@ class PrefixStore:
         if model is None:
             raise ValueError("a cache that was built with config= cannot be kept: build it with the model")
         check(cache, model, list(rows.values()), key)
-        store, kept = list_layers(cache)[0].store, 0
+        store, stored_tokens = list_layers(cache)[0].store, 0
         if store is None:
             return 0
         if unlike := {*store.dtypes} - {model.dtype}:
@@ -216,12 +217,12 @@ class PrefixStore:
                 arguments: dict[str, Any] = {"root": root, "about": about, "max_bytes": self.max_bytes}
                 for place, row in rows.items():
                     tokens, written = store_tokens(folder, listing, cache, place, row, **arguments)
-                    kept += tokens
+                    stored_tokens += tokens
                     with self._lock:
                         self._counters["written_bytes"] += written
         except OSError as error:
             warn_once(logger, f"prompts cannot be kept: {error}")
-        return kept
+        return stored_tokens
 
     def stats(self) -> StoreStats:
         """Counts of this store, and its folder's files and bytes: 0 if the folder cannot be read."""
@@ -246,10 +247,10 @@ class PrefixStore:
         wanted = None if ids is None else set(ids)
         with self._open() as folder:
             listing = folder.list()
-            gone = [name for name in listing.files if wanted is None or name.root in wanted]
-            for name in sorted(gone, key=lambda name: -name.number):  # no chain is broken meanwhile
+            removed = [name for name in listing.files if wanted is None or name.root in wanted]
+            for name in sorted(removed, key=lambda name: -name.number):  # no chain is broken meanwhile
                 folder.remove(listing, name)
-        return len(gone)
+        return len(removed)
 
     def verify(self) -> tuple[int, list[str]]:
         """Read every file; remove damaged ones and the segments behind them. Returns the number of whole files, and the
@@ -262,8 +263,8 @@ class PrefixStore:
     def _make_finder(
         self, cache: QAdACache, model: PreTrainedModel, rows: Sequence[Sequence[int]], key: str | None, *, coded: bool
     ) -> Iterator[Finder | None]:
-        """What looks for beginnings of rows, for an empty cache, in few bits too if `coded`; None if nothing can be
-        found."""
+        """A `Finder` of beginnings of `rows` for an empty cache, with `coded` in few bits too; None if no stored prompt
+        can be used."""
         check(cache, model, rows, key)
         with ExitStack() as stack:
             finder = None
@@ -273,8 +274,8 @@ class PrefixStore:
                     listing, root = folder.list(self.max_age), name_root(model, key)
                     ours = [layer.index for layer in list_layers(cache)]
                     fits, needs_states = partial(has_shapes, model, cache.options, ours), len(ours) < len(cache.layers)
-                    own: Any = {"root": root, "needs_states": needs_states, "coded": coded}
-                    finder = Finder(folder, listing, cache.options, fits=fits, **own)
+                    arguments: Any = {"root": root, "needs_states": needs_states, "coded": coded}
+                    finder = Finder(folder, listing, cache.options, fits=fits, **arguments)
             except FileNotFoundError:
                 pass  # nothing was kept yet
             except UntoldWeightsError as error:
@@ -285,7 +286,7 @@ class PrefixStore:
 
     @contextmanager
     def _open(self, *, make: bool = False) -> Iterator[Folder]:
-        """The folder; what killed processes left in it is removed when it is first opened."""
+        """The folder. When it is first opened, remains of killed processes are removed."""
         with open_store(self.folder, self._headers, make=make) as folder:
             with self._lock:
                 clean, self._cleaned = not self._cleaned, True

@@ -1,5 +1,5 @@
-"""Tokens in few bits, stored as they are held: a file for each closed segment of the bulk, the first one with the
-sinks, and one for the tokens behind them, as the model made these."""
+"""Stores tokens in few bits without decoding them. Each closed segment of the bulk has a file, the first one with the
+sinks. The last file has the tokens after the closed segments, whose keys and values are the model's, unchanged."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,25 +25,26 @@ _PARTS = ("keys", "values")
 
 
 def find_device(cache: QAdACache) -> torch.device:
-    """Where the cache's model takes its inputs."""
+    """The device of the inputs of the cache's model; the CPU if there is no model."""
     model = cache._shared.model.get()
     return torch.device("cpu") if model is None else find_inputs_device(model)
 
 
 def copy_beside(layer: QAdALayer, row: int, start: int, stop: int) -> dict[str, Tensor]:
-    """What a layer keeps beside its store of real tokens `start..stop` of one row, as a file has it."""
-    return {name: held[row : row + 1, start:stop].cpu() for name, held in layer.beside.items()}
+    """The tensors that a layer has beside its store, by name, for real tokens `start..stop` of one row:
+    `[1, tokens, dim]`, on the host."""
+    return {name: tensor[row : row + 1, start:stop].cpu() for name, tensor in layer.beside.items()}
 
 
 def find_edge(sinks: int, number: int) -> int:
-    """The first token of file `number` of a text."""
+    """The index of the first token in file `number` of a text."""
     return sinks + number * SEGMENT_TOKENS if number else 0
 
 
 def describe_coded(options: Options) -> str:
-    """How a cache with these options, which holds few bits, reads and codes tokens."""
-    named = [getattr(options, name) for name in ("bulk_bits", "sink_tokens", "sketch_bits")]
-    return make_digest([CODED, *named, describe_reading(options)], options.query_energies)
+    """`Header.reading` of tokens in few bits: a digest of the options that decide how they are read and coded."""
+    values = [getattr(options, name) for name in ("bulk_bits", "sink_tokens", "sketch_bits")]
+    return make_digest([CODED, *values, describe_reading(options)], options.query_energies)
 
 
 def store_row(
@@ -56,10 +57,11 @@ def store_row(
     tokens: Sequence[int],
     reading: str,
     about: dict[str, Any],
-    snapshots: Iterable[Snapshot],  # of other layers than ours, if the row is all that they hold
+    snapshots: Iterable[Snapshot],  # states of sliding and linear layers, if the cache has this row alone
     max_bytes: int,
 ) -> tuple[int, int]:
-    """As `keeping.store_row`, of tokens in few bits. What is behind closed segments replaces what was before."""
+    """As `keeping.store_row`, for tokens in few bits. The file of tokens after the closed segments replaces older ones
+    that its tokens begin with."""
     stores = [layer.store for layer in layers if layer.store is not None]
     sinks, chain, written = stores[0].sinks, list[Name](), 0
     closed = _count_whole(stores, row, len(tokens))
@@ -70,11 +72,10 @@ def store_row(
             part = list(tokens[start:stop])
             name = Name(root[:16], number, parent, name_segment(parent, part, reading))
             if part and name not in listing.files:
-                made = [_copy_part(layer, row, start, stop, number if whole else None) for layer in layers]
+                copied = [_copy_part(layer, row, start, stop, number if whole else None) for layer in layers]
                 header = Header(part, reading, 0, CODED if whole else "", about)
-                if not (
-                    size := write_segment(folder, listing, name, header, made, max_bytes, chain, (start, len(tokens)))
-                ):
+                before = start, len(tokens)
+                if not (size := write_segment(folder, listing, name, header, copied, max_bytes, chain, before)):
                     return start, written
                 written += size
             chain += [name] if part else []
@@ -90,7 +91,7 @@ def store_row(
 
 
 def _count_whole(stores: Sequence[TokenStore], row: int, tokens: int) -> int:
-    """The closed segments of a row that every layer has coded once."""
+    """The number of a row's first segments that are closed in every layer and that no layer has coded twice."""
     most = (tokens - stores[0].sinks) // SEGMENT_TOKENS
     for store in stores:
         assert isinstance(store.bulk, CodedBulk)
@@ -99,34 +100,36 @@ def _count_whole(stores: Sequence[TokenStore], row: int, tokens: int) -> int:
 
 
 def _copy_part(layer: QAdALayer, row: int, start: int, stop: int, segment: int | None) -> dict[str, Tensor]:
-    """A file's tensors of one layer, on the host: those of a closed segment, or of tokens as the model made them."""
-    store, own = layer.store, slice(row, row + 1)
+    """One layer's tensors for a file, on the host: those of closed segment number `segment`, or with None the unchanged
+    keys and values of tokens `start..stop`."""
+    store, rows = layer.store, slice(row, row + 1)
     assert store is not None
     bulk = store.bulk
     assert isinstance(bulk, CodedBulk)
     first = start if segment is None else stop - SEGMENT_TOKENS
-    keys, values = store.copy_tokens(own, start, stop if segment is None else first)
-    found = {"keys": keys[0].cpu(), "values": values[0].cpu(), **copy_beside(layer, row, start, stop)}
+    keys, values = store.copy_tokens(rows, start, stop if segment is None else first)
+    tensors = {"keys": keys[0].cpu(), "values": values[0].cpu(), **copy_beside(layer, row, start, stop)}
     if segment is not None:
         assert bulk.sketch is not None
         bulk.synchronize()
         at = segment * SEGMENT_TOKENS
         code = bulk.sketch.find_segment(row, segment)
         assert code is not None  # as it is closed
-        found |= {name: code[name].cpu() for name in CODES}
-        found["records"] = bulk.tensors[0][row, :, at : at + SEGMENT_TOKENS, : bulk.layout.size].cpu().contiguous()
-    return found
+        tensors |= {name: code[name].cpu() for name in CODES}
+        tensors["records"] = bulk.tensors[0][row, :, at : at + SEGMENT_TOKENS, : bulk.layout.size].cpu().contiguous()
+    return tensors
 
 
 def _remove_outlived(folder: Folder, listing: Listing, parent: str, new: Name, tokens: list[int], reading: str) -> None:
-    """Remove files of tokens as the model made them, if `new` or what follows it has these."""
+    """Remove files after `parent` that are not in few bits, if their tokens are the first of `tokens`: those of `new`
+    and of the files after it."""
     for name, old in folder.list_following(listing, parent):
         if name != new and not old.sketch and old.reading == reading and old.tokens == tokens[: len(old.tokens)]:
             folder.remove(listing, name)
 
 
 def has_shapes(sizes: tuple[int, int, int], dtype: torch.dtype, options: Options, layer: dict[str, Tensor]) -> bool:
-    """Whether a closed segment fits a layer of these `(kv_heads, dim, value_dim)` with these options."""
+    """Whether a stored closed segment fits a layer with these `sizes` `(kv_heads, dim, value_dim)` and options."""
     kv_heads, dim, value_dim = sizes
     layout, records = Layout.from_bits(dim, options.sketch_bits), layer["records"]
     coded = RecordLayout.from_bits(dim, value_dim, options.bulk_bits)
@@ -140,50 +143,52 @@ def has_shapes(sizes: tuple[int, int, int], dtype: torch.dtype, options: Options
 
 
 @torch.no_grad()
-@torch.inference_mode(False)  # what is made here is written to later, perhaps outside inference mode
+@torch.inference_mode(False)  # tensors made here are written to later, perhaps outside inference mode
 def fill(cache: QAdACache, layers: Sequence[QAdALayer], pieces: Sequence[tuple[Layers, int]]) -> None:
-    """Fill an empty cache with one row's pieces: segments, then perhaps tokens as the model made them."""
+    """Fill an empty cache with one row's pieces: closed segments in few bits, then perhaps one with unchanged keys and
+    values."""
     device = find_device(cache)
     total = sum(taken for _, taken in pieces)
     for place, layer in enumerate(layers):
-        held = [{name: part.to(device) for name, part in found[place].items()} for found, _ in pieces]
-        segments = [each for each in held if "records" in each]
-        behind = [held[-1][part][None] for part in _PARTS] if len(held) > len(segments) else None
-        if behind is not None:
-            behind = [part[:, :, : pieces[-1][1]] for part in behind]
-        like = [held[0][part][None, :, :0] for part in _PARTS]
-        layer.lazy_initialization(*like)
+        read = [{name: part.to(device) for name, part in piece[place].items()} for piece, _ in pieces]
+        segments = [each for each in read if "records" in each]
+        empty = [read[0][part][None, :, :0] for part in _PARTS]
+        unchanged = empty  # keys and values [1, kv_heads, tokens, dim] after the closed segments
+        if len(read) > len(segments):
+            unchanged = [read[-1][part][None][:, :, : pieces[-1][1]] for part in _PARTS]
+        layer.lazy_initialization(*empty)
         assert layer.store is not None
-        seen = _fill(layer.store, segments, like if behind is None else behind)
+        seen = _fill(layer.store, segments, unchanged)
         layer.seen = seen
         layer.crop(total - seen)
-        if INDEXER in held[0]:
-            parts = [each[INDEXER][:, :taken] for each, (_, taken) in zip(held, pieces, strict=True)]
+        if INDEXER in read[0]:
+            parts = [each[INDEXER][:, :taken] for each, (_, taken) in zip(read, pieces, strict=True)]
             layer.restore_beside({INDEXER: torch.cat(parts, dim=1)})
         layer.store.exact, layer.store.alike = [0], [total]
 
 
-def _fill(store: TokenStore, segments: Sequence[dict[str, Tensor]], behind: Sequence[Tensor]) -> int:
-    """Fill an empty store of one row; returns its tokens. There are zeros behind too few tokens for the segments to be
-    closed, for a crop to take away."""
+def _fill(store: TokenStore, segments: Sequence[dict[str, Tensor]], unchanged: Sequence[Tensor]) -> int:
+    """Fill an empty store of one row with closed segments, then `unchanged` keys and values; returns its number of
+    tokens. Segments stay closed only with enough tokens after them. If there are fewer, zeros are added, and the
+    caller crops them."""
     if not segments:
-        store.absorb(behind[0], behind[1], None)
-        return behind[0].shape[2]
+        store.absorb(unchanged[0], unchanged[1], None)
+        return unchanged[0].shape[2]
     bulk, sketch, coded = store.bulk, store.bulk.sketch, len(segments) * SEGMENT_TOKENS
     assert isinstance(bulk, CodedBulk)
     assert sketch is not None
-    beside = max(LAST_TOKENS, MIN_TOKENS - coded)  # tokens of the bulk that keep the segments closed
-    least = beside + store.window
-    keys, values = (torch.nn.functional.pad(part, (0, 0, 0, max(0, least - part.shape[2]))) for part in behind)
+    bulk_rest = max(LAST_TOKENS, MIN_TOKENS - coded)  # tokens of the bulk after the segments, which keep these closed
+    least = bulk_rest + store.window
+    keys, values = (torch.nn.functional.pad(part, (0, 0, 0, max(0, least - part.shape[2]))) for part in unchanged)
     store.reserve(store.window)
     for near, name, part in zip((store.near_keys, store.near_values), _PARTS, (keys, values), strict=True):
         near[0, :, : store.sinks] = segments[0][name]
-        near[:, :, store.sinks : store.sinks + store.window] = part[:, :, beside:least]
+        near[:, :, store.sinks : store.sinks + store.window] = part[:, :, bulk_rest:least]
     store.end = store.window
-    store.lengths, store.flushed = [store.sinks + coded + least], [store.sinks + coded + beside]
+    store.lengths, store.flushed = [store.sinks + coded + least], [store.sinks + coded + bulk_rest]
     records = torch.cat([each["records"] for each in segments], dim=1)[None]
     bulk.fill(None, (fit_records(records, bulk.stride),), [coded])
-    bulk.put_beside(keys[:, :, :beside], values[:, :, :beside], [coded + beside])
+    bulk.put_beside(keys[:, :, :bulk_rest], values[:, :, :bulk_rest], [coded + bulk_rest])
     sketch.adopt(bulk, 0, segments)
     sketch.append_from(bulk, slice(0, 1))
     store.absorb(keys[:, :, least:], values[:, :, least:], None)  # and the moments

@@ -35,8 +35,8 @@ Pieces = Sequence[tuple[Layers, int]]  # one row's segments in order, each with 
 def keep_as_made(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a cache that holds its bulk in the model's dtype and reads the prompt exactly, unless `options` set
     `bulk_bits` or a `prefill_threshold` themselves. A tuned setting does not set these here."""
-    asked = {name: value for name, value in options.items() if value is not None or name not in LEFT_OPEN}
-    return {"bulk_bits": BULK_BITS, "prefill_threshold": 0.0, **asked}
+    given = {name: value for name, value in options.items() if value is not None or name not in LEFT_OPEN}
+    return {"bulk_bits": BULK_BITS, "prefill_threshold": 0.0, **given}
 
 
 def list_layers(cache: QAdACache, *, rows: int = 1) -> list[QAdALayer]:
@@ -77,14 +77,14 @@ def flush(cache: QAdACache) -> None:
 @torch.no_grad()
 def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
     """A file's tensors of real tokens `start..stop` of one row, on the host."""
-    found = []
+    tensors = []
     for layer in list_layers(cache):
         assert layer.store is not None
         keys, values = layer.store.copy_tokens(slice(row, row + 1), start, stop)
         code = sketches.find_code(layer.store, row, start, stop)
         beside = coded.copy_beside(layer, row, start, stop)
-        found.append({"keys": keys[0].cpu(), "values": values[0].cpu(), **code, **beside})
-    return found
+        tensors.append({"keys": keys[0].cpu(), "values": values[0].cpu(), **code, **beside})
+    return tensors
 
 
 def store_tokens(
@@ -112,7 +112,7 @@ def store_tokens(
 
 
 @torch.no_grad()
-@torch.inference_mode(False)  # what is made here is written to later, perhaps outside inference mode
+@torch.inference_mode(False)  # tensors made here are written to later, perhaps outside inference mode
 def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: int) -> None:
     """Fill an empty cache with `seen` logical tokens a row: padding, then the row's pieces. The first `exact[r]` tokens
     of row `r` were read exactly."""
@@ -191,12 +191,12 @@ def has_shapes(model: PreTrainedModel, options: Options, indices: Sequence[int],
         return False
     pairs = zip(layers, sizes * len(layers) if len(sizes) == 1 else sizes, strict=True)
     if layers and "records" in layers[0]:
-        return all(coded.has_shapes(own, model.dtype, options, layer) for layer, own in pairs)
+        return all(coded.has_shapes(layer_sizes, model.dtype, options, layer) for layer, layer_sizes in pairs)
     return all(
-        (layer["keys"].shape[0], layer["keys"].shape[2], layer["values"].shape[2]) == own
+        (layer["keys"].shape[0], layer["keys"].shape[2], layer["values"].shape[2]) == layer_sizes
         and layer["keys"].dtype == layer["values"].dtype == model.dtype
-        and (not layer.keys() & {*CODES} or _has_code(layer, own[1], options))
-        for layer, own in pairs
+        and (not layer.keys() & {*CODES} or _has_code(layer, layer_sizes[1], options))
+        for layer, layer_sizes in pairs
     )
 
 

@@ -18,7 +18,8 @@ from .sketches import digest_sketch
 
 logger = logging.getLogger(__name__)
 
-WORTH = 32  # tokens: a model reads fewer faster than a file is read, and all chats share a few by their template
+# Tokens. Shorter beginnings, as chats share by their template, are read faster by the model than from a file.
+WORTH = 32
 READERS = 4  # threads that read files
 Step = tuple[Name, int]  # a segment of a chain, and the number of its first tokens that are taken
 
@@ -62,9 +63,9 @@ class Finder:
         needs_states: bool,
         coded: bool,
     ) -> None:
-        """`options` are those of the cache to fill, and `fits` says whether stored layers fit it. With `needs_states`
-        it has sliding or linear layers too, whose states have to be stored after a beginning. With `coded`, files may
-        hold few bits, if the cache does."""
+        """`options` are those of the cache to fill, and `fits(layers)` returns whether stored layers fit it. With
+        `needs_states` the cache has sliding or linear layers too, so a beginning counts only with their states. With
+        `coded`, tokens in few bits count too, if the cache's bulk is in few bits."""
         self.folder, self.listing, self.root, self._fits = folder, listing, root, fits
         self.reading = EXACT if options.codes_tokens else describe_reading(options)
         self._coded = describe_coded(options) if coded and options.codes_tokens else None
@@ -72,16 +73,16 @@ class Finder:
         self._read: dict[Name, tuple[Header, Layers]] = {}
 
     def find(self, tokens: Sequence[int], most: int) -> Beginning:
-        """The longest stored beginning of `tokens`, at most `most` of them. Damaged files are removed, and so are the
-        segments behind them; a warning says so."""
+        """The longest stored beginning of `tokens`, at most `most` of them. Removes damaged files and the segments
+        after them, with a warning."""
         while True:
-            found = Beginning()
+            beginning = Beginning()
             path, states = self._find(tokens, most)
             self.folder.touch(self.listing, [name for name, _ in path])
             if states is not None:
                 try:
-                    _, found.tensors, fields = self.folder.read_whole(states)
-                    found.states = fields["states"]
+                    _, beginning.tensors, fields = self.folder.read_whole(states)
+                    beginning.states = fields["states"]
                     self.folder.touch(self.listing, [states])
                 except (OSError, ValueError, KeyError) as error:
                     self._drop(states, ValueError(f"{states} lacks {error}") if type(error) is KeyError else error)
@@ -96,10 +97,10 @@ class Finder:
                 break  # else `_take` removed a damaged segment from the listing, and the next try ends before it
         for name, taken in path:
             header, layers = self._read[name]
-            if found.exact == found.tokens:
-                found.exact += min(header.exact, taken)
-            found.pieces.append((layers, taken))
-        return found
+            if beginning.exact == beginning.tokens:
+                beginning.exact += min(header.exact, taken)
+            beginning.pieces.append((layers, taken))
+        return beginning
 
     def count(self, tokens: Sequence[int], most: int) -> int:
         """The number of tokens of the longest stored beginning. Reads only headers."""
@@ -107,11 +108,11 @@ class Finder:
 
     def _find(self, tokens: Sequence[int], most: int) -> tuple[list[Step], Name | None]:
         """The chain of the longest stored beginning, and the file of states after it if states are needed."""
-        found = [self._end_at_states(self._find_longest(tokens, most), tokens, {self.reading, EXACT})]
+        candidates = [self._end_at_states(self._find_longest(tokens, most), tokens, {self.reading, EXACT})]
         if self._coded is not None:
             for path in self._find_coded(tokens[:most], self._coded):
-                found.append(self._end_at_states(path, tokens, {self._coded}))
-        return max(found, key=lambda each: sum(taken for _, taken in each[0]))
+                candidates.append(self._end_at_states(path, tokens, {self._coded}))
+        return max(candidates, key=lambda each: sum(taken for _, taken in each[0]))
 
     def _end_at_states(
         self, path: list[Step], tokens: Sequence[int], readings: set[str]
@@ -204,7 +205,7 @@ class Finder:
         try:
             header, layers = self.folder.read(name)
             if header.sketch not in (self._sketch, CODED):
-                layers = [{part: held for part, held in layer.items() if part not in CODES} for layer in layers]
+                layers = [{part: tensor for part, tensor in layer.items() if part not in CODES} for layer in layers]
             if not self._fits(layers):
                 raise ValueError(f"{name} holds keys or values of another shape or dtype than the model's")
             return header, layers

@@ -21,8 +21,8 @@ from .naming import EXACT, STATES, Name, name_segment
 KIND = "qada-prompt"
 CODED = "coded"  # for a sketch: the file holds a segment in few bits
 FOLDER = "prompts"  # of `files.find_home()`
-# Of each layer on the host, "keys" and "values" [kv_heads, tokens, dim]; a segment of its sketch, by `CODES`; and keys
-# of its own indexer [1, tokens, dim], if it has one, which are never in few bits.
+# One dict per layer, on the host: "keys" and "values" [kv_heads, tokens, dim]; the sketch of a segment, by `CODES`; and
+# for a layer with an indexer that indexer's keys [1, tokens, dim], which are never in few bits.
 Layers = list[dict[str, Tensor]]
 INDEXER = "indexer_keys"
 
@@ -32,13 +32,13 @@ class Header(NamedTuple):
 
     tokens: list[int]
     reading: str  # how tokens were read, `naming.EXACT` if all of them exactly
-    exact: int  # of them, the first ones, that were read exactly
-    sketch: str  # whose codes it holds, as by `sketches.digest_sketch`; empty: none
+    exact: int  # number of first tokens that were read exactly
+    sketch: str  # digest of the codes' options, by `sketches.digest_sketch`; empty: the file has no codes
     about: dict[str, Any]  # the model, for people
 
     @property
     def has_states(self) -> bool:
-        """Whether the file holds states of other layers than ours behind its tokens, and no segment."""
+        """Whether the file holds no segment, but states of sliding and linear layers after its tokens."""
         return self.reading.startswith(STATES)
 
     def count_usable(self, reading: str) -> int:
@@ -52,7 +52,7 @@ class File:
 
     name: Name
     bytes: int
-    used: int  # when, in nanoseconds since the epoch
+    used: int  # time of last use, in nanoseconds since the epoch
 
 
 @dataclass
@@ -80,16 +80,16 @@ class Listing:
 
     def find_behind(self, name: Name) -> list[Name]:
         """This segment and all segments whose chains contain it, the ends of chains first."""
-        found = [name]
-        for each in found:
-            found += self.following.get(each.own, [])
-        return found[::-1]
+        names = [name]
+        for each in names:  # grows meanwhile
+            names += self.following.get(each.own, [])
+        return names[::-1]
 
     def find_orphans(self) -> list[Name]:
         """The segments that no chain from a first segment reaches."""
-        owned = {name.own for name in self.files}
-        lost = [name for name in self.files if name.number and name.parent not in owned]
-        return [each for name in lost for each in self.find_behind(name)]
+        present = {name.own for name in self.files}
+        broken = [name for name in self.files if name.number and name.parent not in present]
+        return [each for name in broken for each in self.find_behind(name)]
 
     def sort_by_use(self) -> list[File]:
         """All files, the least recently used first; a segment comes after all segments whose chains contain it."""
@@ -104,40 +104,41 @@ class Folder:
     """An open folder that only its user can write to; for one thread. Every method may raise an OSError."""
 
     def __init__(self, descriptor: int, path: Path, headers: dict[Name, Header]) -> None:
-        """`headers` are the known ones; they never change."""
+        """`headers`: those that were read before, by name. A file's header never changes."""
         self._descriptor, self.path, self._headers = descriptor, path, headers
 
     def list(self, max_age: float | None = None) -> Listing:
         """All segments of the folder, after removing those that were not used for `max_age` seconds."""
-        found = Listing()
+        listing = Listing()
         with os.scandir(self._descriptor) as entries:
             for entry in entries:
                 if (name := Name.parse(entry.name)) is not None:
                     with suppress(FileNotFoundError):  # another process removed it
                         about = entry.stat(follow_symlinks=False)
-                        found.add(File(name, about.st_size, about.st_mtime_ns))
+                        listing.add(File(name, about.st_size, about.st_mtime_ns))
         for name in list(self._headers):  # in one step, as other threads may add some
-            if name not in found.files:  # its file is gone: a server that runs for months is not to collect them
+            if name not in listing.files:  # else a server that runs for months would collect headers of removed files
                 self._headers.pop(name, None)
         if max_age is not None:
             oldest = time.time_ns() - int(max_age * 1e9)
-            for file in found.sort_by_use():
-                if file.used < oldest and not found.following.get(file.name.own):
-                    self.remove(found, file.name)
-        return found
+            for file in listing.sort_by_use():
+                if file.used < oldest and not listing.following.get(file.name.own):
+                    self.remove(listing, file.name)
+        return listing
 
     def clean(self) -> None:
-        """Remove what killed processes left: unfinished files, and segments whose chain is broken."""
+        """Remove unfinished files of killed processes, and segments whose chain is broken."""
         files.sweep(self._descriptor)
         if self.list().find_orphans():
-            listing = self.list()  # of one that was written meanwhile, the first listing may lack the parent alone
+            # Another process may have written a chain during the first listing, which then lacks the parent alone.
+            listing = self.list()
             for name in listing.find_orphans():
                 self.remove(listing, name)
 
     def remove(self, listing: Listing, name: Name) -> None:
         """Remove a segment. A process that has its file open can still read it."""
         listing.remove(name)
-        with suppress(OSError):  # another process removed it, or nobody can, and then it is found again
+        with suppress(OSError):  # another process removed it, or it cannot be removed, and is listed again
             os.unlink(str(name), dir_fd=self._descriptor)
 
     def touch(self, listing: Listing, names: Sequence[Name]) -> None:
@@ -150,14 +151,14 @@ class Folder:
 
     def read_header(self, name: Name) -> Header:
         """The file's header; a ValueError if it is no segment's file, or another segment's than its name says."""
-        if (header := self._headers.get(name)) is None:  # asked once, as another thread may forget it
+        if (header := self._headers.get(name)) is None:  # looked up once, as another thread may drop it
             with files.open_file(self._descriptor, str(name)) as file:
                 header = _read_header(name, tensor_file.read_state(file, KIND, self.path / str(name)))
             self._headers[name] = header
         return header
 
     def list_following(self, listing: Listing, parent: str) -> Iterator[tuple[Name, Header]]:
-        """The files behind `parent` with their headers, but for damaged ones, which go when they are looked for."""
+        """The files after `parent` with their headers. Damaged files are left out; `Finder` removes them."""
         for name in list(listing.following.get(parent, [])):
             try:
                 header = self.read_header(name)
@@ -166,8 +167,8 @@ class Folder:
             yield name, header
 
     def read_whole(self, name: Name) -> tuple[Header, dict[str, Tensor], dict[str, Any]]:
-        """A file's header, its tensors and all that its own header says; a ValueError if it is truncated, altered or of
-        another name."""
+        """A file's header, its tensors, and all fields of its own header; a ValueError if it is truncated, altered or
+        of another name."""
         path = self.path / str(name)
         with files.open_file(self._descriptor, str(name)) as file:
             content = bytearray(os.fstat(file.fileno()).st_size)
@@ -187,21 +188,21 @@ class Folder:
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}") from error
         for place, layer in enumerate(layers):
-            if (found := tensors.get(f"{INDEXER} {place}")) is not None:
-                layer[INDEXER] = found
+            if (indexer_keys := tensors.get(f"{INDEXER} {place}")) is not None:
+                layer[INDEXER] = indexer_keys
         if sum(map(len, layers)) != len(tensors):
             raise ValueError(f"{path} holds other tensors than its {len(layers)} layers")
         for layer in layers:
             keys, values = layer["keys"], layer["values"]
             fits = keys.dim() == values.dim() == 3 and keys.shape[:2] == values.shape[:2]
-            # Records hold the last tokens of a file in few bits; keys and values are those of the sinks before them.
+            # In a file in few bits, records hold the segment, and keys and values hold the sinks before it, if any.
             tokens = len(header.tokens) - (SEGMENT_TOKENS if header.sketch == CODED else 0)
             if not fits or keys.shape[1] != tokens or not keys.is_floating_point():
                 raise ValueError(f"{path} holds keys {list(keys.shape)} beside values {list(values.shape)}")
-            if (found := layer.get(INDEXER)) is not None:
-                fits = found.is_floating_point() and found.shape[:-1] == (1, len(header.tokens))
+            if (indexer_keys := layer.get(INDEXER)) is not None:
+                fits = indexer_keys.is_floating_point() and indexer_keys.shape[:-1] == (1, len(header.tokens))
                 if not fits:
-                    raise ValueError(f"{path} holds keys of an indexer {found.dtype} {list(found.shape)}")
+                    raise ValueError(f"{path} holds keys of an indexer {indexer_keys.dtype} {list(indexer_keys.shape)}")
         return header, layers
 
     def write(
@@ -215,20 +216,20 @@ class Folder:
         return about.st_size
 
     def make_room(self, listing: Listing, size: int, spared: set[Name]) -> bool:
-        """Remove the least recently used segments, but none of `spared`, until at most `size` bytes are left. False if
-        more are left."""
-        held = listing.bytes
+        """Remove the least recently used segments, but none of `spared`, until their files have at most `size` bytes.
+        False if these have more."""
+        total = listing.bytes
         for file in listing.sort_by_use():
-            if held <= size:
+            if total <= size:
                 break
             if file.name not in spared and not listing.following.get(file.name.own):
                 self.remove(listing, file.name)
-                held -= file.bytes
-        return held <= size
+                total -= file.bytes
+        return total <= size
 
 
 def _read_header(name: Name, state: Any) -> Header:
-    """The header of the segment of this name, from its file's state; a ValueError if it is none."""
+    """The header in a file's `state`; a ValueError if it is no header, or its tokens are not those of `name`."""
     try:
         header = Header(**{part: each for part, each in state.items() if part != "states"})
         fits = [*map(type, header)] == [list, str, int, str, dict] and {*map(type, header.tokens)} == {int}

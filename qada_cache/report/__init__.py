@@ -27,8 +27,9 @@ _WARM_UP_TOKENS = MIN_TOKENS + 256  # of the document: a bulk with a sketch, sin
 def report(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: Request, *, name: str, **options: Any
 ) -> str:
-    """The page. Both caches answer greedily, timed. Then QAdACache reads the same answer once more, and an observer
-    notes what is read. The model is in eval mode, `name` is what the page calls it, `options` are QAdACache's.
+    """The page. Both caches answer greedily, timed. Then a fork of the QAdACache reads its answer once more, and an
+    observer records which tokens are read. The model is in eval mode. The page calls it `name`. `options` are
+    QAdACache's.
 
     Raises:
         ValueError: as `ask`.
@@ -79,28 +80,28 @@ def _measure(
     """DynamicCache's answer and QAdACache's, the QAdACache, and what `_record` returns for its answer."""
     is_over = make_end_check(model, tokenizer, asked.chat)
 
-    def answer(cache: DynamicCache, given: Answer) -> Answer:
+    def decode(cache: DynamicCache, started: Answer) -> Answer:
         bar.update()
-        give_answer(model, asked, cache, given, new_tokens=new_tokens, is_over=is_over, tell=bar.update)
-        return given
+        give_answer(model, asked, cache, started, new_tokens=new_tokens, is_over=is_over, tell=bar.update)
+        return started
 
     def warm_up(cache: DynamicCache) -> None:
         """Read a beginning of the document untimed, so that one-time work, as compiling kernels, is done."""
         for ids in (asked.opening[:_WARM_UP_TOKENS], asked.question, asked.question[:1]):
             read_tokens(model, ids, cache)
 
-    restore_attention(model)  # DynamicCache is to run without ours before the model's own
+    restore_attention(model)  # so that no attention function of ours runs with DynamicCache
     warm_up(DynamicCache(config=model.config))
     stock_cache = DynamicCache(config=model.config)
-    stock = answer(stock_cache, read_document(model, asked, stock_cache))
+    stock = decode(stock_cache, read_document(model, asked, stock_cache))
     del stock_cache
     warm_up(QAdACache(model, **options))
     cache = QAdACache(model, **options)
-    given = read_document(model, asked, cache)
-    twin = cache.fork()
-    ours = answer(cache, given)
+    started = read_document(model, asked, cache)
+    observed_cache = cache.fork()
+    ours = decode(cache, started)
     ours.stats = cache.stats()
-    return [stock, ours], cache, *_record(model, asked, twin, ours.tokens, bar)
+    return [stock, ours], cache, *_record(model, asked, observed_cache, ours.tokens, bar)
 
 
 def _record(
@@ -112,11 +113,11 @@ def _record(
     passes, size = list[Pass | None](), 0
     for ids in (asked.question, *([token] for token in answer[:-1])):
         read_tokens(model, ids, cache)
-        found = recorder.finish()
-        size += 0 if found is None else len(found.packed)
+        recorded_pass = recorder.finish()
+        size += 0 if recorded_pass is None else len(recorded_pass.packed)
         if passes and size > MOST_BYTES:
             break
-        passes.append(found)
+        passes.append(recorded_pass)
         bar.update()
     cache.observer = None
     return recorder, passes

@@ -23,7 +23,7 @@ class Answer:
     first_seconds: float = 0.0  # from the question to the first token of the answer
     seconds: list[float] = field(default_factory=list)  # for each further token
     tokens: list[int] = field(default_factory=list)
-    device_bytes: int = 0  # held in the end
+    device_bytes: int = 0  # of the cache at the end
     host_bytes: int = 0
     stats: CacheStats | None = None  # of the question and the answer; None for DynamicCache
 
@@ -74,8 +74,8 @@ def make_end_check(
 ) -> Callable[[list[int]], bool]:
     """Whether an answer of these tokens is over: by the model's and the tokenizer's tokens for that, and without a chat
     template by the end of a line."""
-    own = getattr(model.generation_config, "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+    end_ids = getattr(model.generation_config, "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else [end_ids])}
     return lambda tokens: tokens[-1] in ends or (not chat and "\n" in str(tokenizer.decode(tokens)).lstrip())
 
 

@@ -51,13 +51,15 @@ def ask(tokenizer: PreTrainedTokenizerBase, request: Request, positions: int | N
 
     def encode(text: str) -> tuple[list[int], int, list[tuple[int, int]]]:
         """Ids of all before the question, which of them begins the document, and its characters of each token."""
-        made = tokenizer(before + text + after, add_special_tokens=not chat, return_offsets_mapping=True)
+        encoded = tokenizer(before + text + after, add_special_tokens=not chat, return_offsets_mapping=True)
         start, end = len(before), len(before) + len(text)
-        own = [place for place, (low, high) in enumerate(made.offset_mapping) if low < end and high > max(low, start)]
-        if not own:
+        inside = [
+            place for place, (low, high) in enumerate(encoded.offset_mapping) if low < end and high > max(low, start)
+        ]
+        if not inside:
             raise ValueError(f"no word of the document fits {request.tokens} tokens: allow more, or give another text")
-        spans = [(max(low, start) - start, min(high, end) - start) for low, high in made.offset_mapping]
-        return made.input_ids, own[0], spans[own[0] : own[-1] + 1]
+        spans = [(max(low, start) - start, min(high, end) - start) for low, high in encoded.offset_mapping]
+        return encoded.input_ids, inside[0], spans[inside[0] : inside[-1] + 1]
 
     ids, first, spans = encode(document)
     whole, most = len(spans), request.tokens

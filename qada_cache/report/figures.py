@@ -13,7 +13,7 @@ def list_figures(stock: Answer, ours: Answer, *, on_cpu: bool) -> list[dict[str,
     assert stats is not None
     passes = max(1, stats.steps)
     read = stats.bulk_read_bytes + stats.sketch_read_bytes
-    held = stock.device_bytes + stock.host_bytes, stats.device_bytes + stats.host_bytes
+    sizes = stock.device_bytes + stock.host_bytes, stats.device_bytes + stats.host_bytes
     one = "On a CPU both are one memory. " if on_cpu else ""
     return [
         _make_row(
@@ -22,7 +22,7 @@ def list_figures(stock: Answer, ours: Answer, *, on_cpu: bool) -> list[dict[str,
             "counts what it reads; DynamicCache's heads read all, which is arithmetic.",
             _compare(stats.dense_bulk_bytes / passes, read / passes) if stats.dense_bulk_bytes else [None, None],
         ),
-        _make_row("Cache held in the end", "All layers, on the device and in host memory.", _compare(*held)),
+        _make_row("Cache held in the end", "All layers, on the device and in host memory.", _compare(*sizes)),
         _make_row(
             "Of this on the device",
             f"{one}The rest is the long context, offloaded." if stats.host_bytes else "Nothing is offloaded.",

@@ -1,4 +1,4 @@
-"""What each KV head reads of the long context, pass by pass, as a cache's observer is told; packed for a page."""
+"""The tokens that each KV head reads of the long context, by pass, from a cache's observer; packed for a page."""
 
 import base64
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Recorder:
     """An observer of a cache of one row, to be asked for a `Pass` after each pass of the model.
 
     Attributes:
-        layers: indices of the layers that were told of, in the order of their records.
+        layers: indices of the observed layers, in the order of their records.
         heads: KV heads of each.
     """
 
@@ -42,7 +42,7 @@ class Recorder:
         self._seen[seen.layer] = seen
 
     def finish(self) -> Pass | None:
-        """What all layers read since the last call; None if none was told of: the pass was exact, and read all."""
+        """The reads of all layers since the last call; None after an exact pass, which reads all, unobserved."""
         if not self._seen:
             return None
         self.layers = sorted(self._seen)

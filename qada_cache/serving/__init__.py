@@ -1,7 +1,7 @@
 """Generation that keeps conversations between requests, for `generate(custom_generate=FOLDER)` and `serve`.
 
-`generate` takes a QAdACache that is kept for the conversation's next turn; all else is transformers' own. transformers
-takes another generation from a folder that holds `custom_generate/generate.py`; this one is such a folder.
+`generate` here keeps each call's QAdACache for the conversation's next turn, and otherwise calls `model.generate`.
+transformers loads a custom `generate` from a folder that holds `custom_generate/generate.py`; this is such a folder.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ __all__ = ["CONVERSATIONS", "FOLDER", "MEMORY", "SECONDS", "counters", "generate
 
 FOLDER = str(Path(__file__).parent)  # `generate(custom_generate=...)` takes a str, and passes over a Path silently
 
-# One of transformers' own loggers: `transformers serve --log-level info` shows what it says.
+# One of transformers' own loggers, so that `transformers serve --log-level info` shows its messages.
 logger = logging.getLogger("transformers.qada_cache")
 
-# Arguments of `generate` under which a cache holds the keys and values of the row of tokens, and no others.
+# Arguments of `generate` that change no keys or values: with them a cache still depends on the row's tokens alone.
 _HARMLESS = {
     *("input_ids", "attention_mask", "tokenizer", "streamer", "logits_processor", "stopping_criteria"),
     *("prefix_allowed_tokens_fn", "negative_prompt_ids", "negative_prompt_attention_mask"),
 }
-_KINDS = ("mm_token_type_ids", "token_type_ids")  # of tokens, by processors of models that read images: 0 is text
+_KINDS = ("mm_token_type_ids", "token_type_ids")  # per token, made by processors of models that read images: 0 is text
 
 
 def generate(
@@ -95,64 +95,65 @@ def generate(
     limits = Limits(conversations, conversations_memory, conversations_seconds)
     kind: Any = type(model)  # the model's own `generate` may be this very function
     stock = functools.partial(kind.generate, model, inputs, generation_config)
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given_arguments = {name: value for name, value in arguments.items() if value is not None}
     if (prepare := getattr(kind, "_prepare_generation_config", None)) is None:
         warn_once(logger, "no conversations are kept: this transformers lacks _prepare_generation_config")
         return stock(**arguments)
-    settings, others = prepare(model, generation_config, **given)
-    if given.keys() & set(CACHE_NAMES) or not settings.use_cache:
+    settings, others = prepare(model, generation_config, **given_arguments)
+    if given_arguments.keys() & set(CACHE_NAMES) or not settings.use_cache:
         return stock(**arguments)
-    kept = find_conversations(model)
+    pool = find_conversations(model)
     key = getattr(settings, "conversation_key", None) if conversation_key is None else conversation_key
     if key is not None and not isinstance(key, str):
         raise ValueError(f"conversation_key must be a str, got {type(key).__name__}")
     if not conversations:
-        kept.forget()
+        pool.forget()
     ids = others.get("input_ids") if inputs is None else inputs
-    keeps = conversations and (one_user or key is not None)
-    if keeps and forgets_states(model.config.get_text_config(decoder=True)):
+    keeps_cache = conversations and (one_user or key is not None)
+    if keeps_cache and forgets_states(model.config.get_text_config(decoder=True)):
         warn_once(logger, f"no conversations of {model.config.model_type} are kept, whose linear layers forget states")
-        keeps = False
-    prompt = _find_row(model, ids, settings, others) if keeps else None
-    taken, store = None, find_store(conversations_store)
+        keeps_cache = False
+    prompt = _find_row(model, ids, settings, others) if keeps_cache else None
+    conversation, store = None, find_store(conversations_store)
     if prompt is None:
         cache = QAdACache(model, **(cache_options or {}))
         rows, tokens = ids.shape[:2] if isinstance(ids, Tensor) and ids.dim() == 2 else (1, 0)
         rows *= max(settings.num_beams or 1, settings.num_return_sequences or 1)
     else:
         options = cache_options or {}
-        asked: dict[str, Any] = {"options": keep_as_made(options) if store else options, "key": key}
-        stored = Stored(store, model, prompt, **asked)
-        taken = kept.take(model, prompt, limits=limits, stored=stored.tokens, **asked)
-        if stored.tokens > taken.cache.get_seq_length():
-            taken.cache = stored.restore(forget=kept.forget_one)
-            kept.count_restored(taken.cache.get_seq_length())
-        cache, rows, tokens = taken.cache, 1, len(prompt) - taken.cache.get_seq_length()
+        terms: dict[str, Any] = {"options": keep_as_made(options) if store else options, "key": key}
+        stored = Stored(store, model, prompt, **terms)
+        conversation = pool.take(model, prompt, limits=limits, stored=stored.tokens, **terms)
+        if stored.tokens > conversation.cache.get_seq_length():
+            conversation.cache = stored.restore(forget=pool.forget_one)
+            pool.count_restored(conversation.cache.get_seq_length())
+        cache, rows, tokens = conversation.cache, 1, len(prompt) - conversation.cache.get_seq_length()
         logger.info("%d of %d prompt tokens were kept from an earlier call", len(prompt) - tokens, len(prompt))
-    at_once = min(tokens, settings.prefill_chunk_size or tokens)
-    in_all = rows * (tokens + (settings.max_new_tokens or 0))
-    needed = estimate_bytes(model, in_all, rows * at_once, cache.options.bulk_bits)
+    chunk_tokens = min(tokens, settings.prefill_chunk_size or tokens)
+    all_tokens = rows * (tokens + (settings.max_new_tokens or 0))
+    needed = estimate_bytes(model, all_tokens, rows * chunk_tokens, cache.options.bulk_bits)
     try:
-        with reserve_memory(tokens, needed, forget=kept.forget_one):
+        with reserve_memory(tokens, needed, forget=pool.forget_one):
             output = stock(**arguments | pass_cache(cache))
     except BaseException:
-        # What was generated is not known here. A cache that read the prompt, or began to, is no cause of the failure.
-        if taken is not None and prompt is not None and (held := min(cache.get_seq_length(), len(prompt))):
-            with contextlib.suppress(RuntimeError):  # layers hold different tokens, or have no way back: it is dropped
-                cache.crop(held - cache.get_seq_length())
-                stored.keep(cache, prompt[:held])
-                kept.keep(taken, prompt[:held], limits)
+        # The generated tokens are unknown here, so the cache is cropped to the prompt, or the part of it that was read.
+        read = 0 if prompt is None else min(cache.get_seq_length(), len(prompt))
+        if conversation is not None and prompt is not None and read:
+            with contextlib.suppress(RuntimeError):  # its layers differ in tokens, or cannot be cropped: it is dropped
+                cache.crop(read - cache.get_seq_length())
+                stored.keep(cache, prompt[:read])
+                pool.keep(conversation, prompt[:read], limits)
         raise
-    if taken is not None:
-        held_tokens = output[0, : cache.get_seq_length()].cpu()
-        stored.keep(cache, held_tokens)  # before another thread may take it
-        kept.keep(taken, held_tokens, limits)
+    if conversation is not None:
+        token_ids = output[0, : cache.get_seq_length()].cpu()
+        stored.keep(cache, token_ids)  # before another thread may take it
+        pool.keep(conversation, token_ids, limits)
     return output
 
 
 def _find_row(model: PreTrainedModel, ids: Any, settings: GenerationConfig, others: Mapping[str, Any]) -> Tensor | None:
-    """The token ids `[tokens]` of a call with a cache that can be kept, on the host; None for other calls. `settings`
-    are all that the call asks of generation, `others` its other arguments."""
+    """The call's token ids `[tokens]`, on the host, if its cache can be kept, else None. `settings` are the call's
+    generation config, `others` its other arguments."""
     mask: Any = others.get("attention_mask")
     reads_images = model.config is not model.config.get_text_config(decoder=True)
     kinds = {name: others.get(name) for name in _KINDS if reads_images}
@@ -187,7 +188,7 @@ def make_folder(model: str | os.PathLike, out: str | os.PathLike) -> None:
             ("GGUF file", "python -m eval.convert") if source.is_file() else ("model of the Hub", "hf download")
         )
         raise FileNotFoundError(f"no model's folder at {model}: of a {which}, `{way}` makes one")
-    target.mkdir(parents=True)  # what lies in another folder may be code
+    target.mkdir(parents=True)  # must be new, as an older folder may hold code
     try:
         _fill_folder(source, target)
     except BaseException:
@@ -199,18 +200,18 @@ def _fill_folder(source: Path, target: Path) -> None:
     code = "custom_generate"
     shutil.copytree(Path(FOLDER, code), target / code, ignore=shutil.ignore_patterns("__pycache__"))
     for file in sorted(source.iterdir()):
-        if file.suffix == ".json" and (kept := _drop_code(file)) is not None:
-            (target / file.name).write_text(json.dumps(kept, indent=2), encoding="utf-8")
+        if file.suffix == ".json" and (without_code := _drop_code(file)) is not None:
+            (target / file.name).write_text(json.dumps(without_code, indent=2), encoding="utf-8")
         elif file.is_file() and not file.name.startswith(".") and file.suffix not in (".py", ".pyc", ".so"):
             (target / file.name).symlink_to(file)
 
 
 def _drop_code(file: Path) -> Any:
-    """A config without `auto_map`, which names code: its folder's or any repository's of the Hub. None: it has none."""
+    """The config in `file` without `auto_map`, which names code in the folder or on the Hub; None if it has none."""
     text = file.read_text(encoding="utf-8")
     try:
-        kept = json.loads(text, object_hook=lambda found: {name: found[name] for name in found if name != "auto_map"})
-        return None if kept == json.loads(text) else kept
+        config = json.loads(text, object_hook=lambda each: {name: each[name] for name in each if name != "auto_map"})
+        return None if config == json.loads(text) else config
     except json.JSONDecodeError as error:
         if '"auto_map"' in text:  # without it, it is no config: transformers cannot read it either
             raise ValueError(f"{file} is no JSON: {error}") from error

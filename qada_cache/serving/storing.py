@@ -1,6 +1,6 @@
-"""Conversations in a PrefixStore: written when a turn ends, and found when no conversation in memory is as long.
+"""Conversations in a PrefixStore: written when a turn ends, read when no conversation in memory is as long.
 
-So a server that ends, in whatever way, or drops a conversation for want of memory, loses none.
+So none is lost when the server ends, in whatever way, or drops a conversation from memory.
 """
 
 import functools
@@ -37,7 +37,7 @@ def _make(folder: str | None) -> PrefixStore:
     return PrefixStore(folder)
 
 
-def _say_why(error: NotImplementedError) -> None:
+def _warn_not_stored(error: NotImplementedError) -> None:
     warn_once(logger, f"conversations are not stored: {error}")
 
 
@@ -54,12 +54,12 @@ class Stored:
         key: str | None,
     ) -> None:
         self._store, self._model, self._prompt, self._options, self._key = store, model, prompt.tolist(), options, key
-        self.tokens = 0  # of the prompt, as many as are stored
+        self.tokens = 0  # number of the prompt's first tokens that are stored
         if store is not None:
             try:
                 self.tokens = store.count(model, self._prompt, key=key, **options)
             except NotImplementedError as error:  # its layers cannot be cropped, for example
-                _say_why(error)
+                _warn_not_stored(error)
                 self._store = None
 
     def restore(self, *, forget: Callable[[], int]) -> QAdACache:
@@ -69,9 +69,9 @@ class Stored:
             return self._store.cache(self._model, self._prompt, key=self._key, **self._options)
 
     def keep(self, cache: QAdACache, tokens: Tensor) -> None:
-        """Store what a cache holds, which is `tokens`."""
+        """Store the cache, which holds `tokens` `[tokens]`."""
         if self._store is not None:
             try:
                 self._store.keep(cache, tokens, key=self._key)
             except NotImplementedError as error:  # by a compiled model, an indexer's cache does not know its mask
-                _say_why(error)
+                _warn_not_stored(error)

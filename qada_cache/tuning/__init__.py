@@ -83,9 +83,9 @@ class Outcome:
     settings: list[Setting]  # each of `SETTINGS`, on the same; perhaps the one chosen of them, in `FEWEST_BITS`
     budget: Budget
     chosen: Setting | None  # one of them; None: none is surely within the budget
-    again: Setting | None  # the chosen one, on the pieces that were held out
+    again: Setting | None  # the chosen setting's figures on the held-out pieces
     pieces: int  # how many were chosen by
-    held_out: int  # how many were held out
+    held_out: int  # number of held-out pieces
     tokens: int  # of each piece
     following: int  # tokens after each
 
@@ -104,12 +104,12 @@ def tune(model: PreTrainedModel, pieces: Sequence[Piece], held_out: Sequence[Pie
     def measure_all(
         places: Sequence[Piece], settings: Sequence[Thresholds], what: str, bulk_bits: int | None = None
     ) -> list[Setting]:
-        found = []
+        by_piece = []
         for place, piece in enumerate(places, start=1):
             steps, name = measure(model, piece, settings, bulk_bits), f"{what} {place} of {len(places)}"
-            found.append(list(tqdm(steps, name, total=1 + len(settings), unit="setting")))
+            by_piece.append(list(tqdm(steps, name, total=1 + len(settings), unit="setting")))
         measured_as: list[Thresholds | None] = [None, *settings]
-        every = zip(measured_as, zip(*found, strict=True), strict=True)
+        every = zip(measured_as, zip(*by_piece, strict=True), strict=True)
         return [summarize(thresholds, figures, bulk_bits) for thresholds, figures in every]
 
     everything, *settings = measure_all(pieces, SETTINGS, "piece")
@@ -164,15 +164,15 @@ def write_sentences(outcome: Outcome) -> list[str]:
         "text lies above the upper end. Bytes are those of keys and values outside sinks and window, in 16 bits a "
         f"value, the sketch included. The defaults are {TOKEN_THRESHOLD:g} and {THRESHOLD:g}."
     )
-    found = outcome.again
-    if outcome.chosen is None or found is None:
+    confirmed = outcome.again
+    if outcome.chosen is None or confirmed is None:
         return [measured, f"No setting is surely within {outcome.budget}: the interval of none ends there."]
     verdict = "The choice is" if outcome.confirmed else "That exceeds the budget: the choice is not"
     return [
         measured,
         f"Chosen for {outcome.budget}: {outcome.chosen}.",
-        f"On {outcome.held_out} pieces that were held out: KL {found.kl.mean:.5f}, likeliest token the same "
-        f"{found.top1:.3f}, {found.bytes_read.mean:.1%} of the bytes. {verdict} confirmed.",
+        f"On {outcome.held_out} pieces that were held out: KL {confirmed.kl.mean:.5f}, likeliest token the same "
+        f"{confirmed.top1:.3f}, {confirmed.bytes_read.mean:.1%} of the bytes. {verdict} confirmed.",
     ]
 
 

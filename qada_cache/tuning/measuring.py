@@ -43,8 +43,8 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: in
     Each begins with the token that begins a text, if the tokenizer puts one there. ValueError, if the text is too
     short, or the tokenizer does not know its words.
     """
-    known = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    ids = torch.tensor(known, dtype=torch.long, device="cpu")
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    ids = torch.tensor(token_ids, dtype=torch.long, device="cpu")
     begin = ids.new_tensor([index for index in tokenizer("").input_ids[:1] if index == tokenizer.bos_token_id])
     size = tokens - len(begin) + following
     if len(ids) < count * size:

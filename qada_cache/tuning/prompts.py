@@ -30,7 +30,7 @@ class PromptFigures(NamedTuple):
 
     kl: float  # mean KL divergence of its last tokens' predictions from those of the exact reading, in nats
     top1: float  # share of these tokens whose likeliest next token is the same
-    pairs: float  # share of pairs of a query and a token up to its own that were computed
+    pairs: float  # share of the causal query-key pairs that were computed
     seconds: float
 
 
@@ -100,9 +100,9 @@ class PromptOutcome:
     settings: list[PromptSetting]  # on the prompts that were chosen by; the first reads exactly
     kl: float  # the budget: the most of a setting, in nats
     chosen: PromptSetting | None  # None: none is surely within the budget and faster
-    again: PromptSetting | None  # the chosen one, on the prompts that were held out
+    again: PromptSetting | None  # the chosen setting's figures on the held-out prompts
     pieces: int  # how many were chosen by
-    held_out: int  # how many were held out
+    held_out: int  # number of held-out prompts
     tokens: int  # of each
 
     @property
@@ -126,12 +126,12 @@ def tune_prompts(
     """Measure thresholds on the prompts of `pieces`, two or more; choose one, and measure it again on `held_out`."""
 
     def measure_all(places: Sequence[Piece], thresholds: Sequence[float], what: str) -> list[PromptSetting]:
-        found = []
+        by_prompt = []
         for place, piece in enumerate(places, start=1):
             steps, name = measure_prompt(model, piece.prompt, thresholds), f"{what} {place} of {len(places)}"
-            found.append(list(tqdm(steps, name, total=1 + len(thresholds), unit="reading")))
-        exact = [figures[0] for figures in found]
-        every = zip((0.0, *thresholds), zip(*found, strict=True), strict=True)
+            by_prompt.append(list(tqdm(steps, name, total=1 + len(thresholds), unit="reading")))
+        exact = [figures[0] for figures in by_prompt]
+        every = zip((0.0, *thresholds), zip(*by_prompt, strict=True), strict=True)
         return [summarize(threshold, figures, exact) for threshold, figures in every]
 
     settings = measure_all(pieces, find_thresholds(model), "prompt")
@@ -175,12 +175,12 @@ def write_sentences(outcome: PromptOutcome) -> list[str]:
 
 
 def _confirm(outcome: PromptOutcome) -> str:
-    chosen, found = outcome.chosen, outcome.again
+    chosen, again = outcome.chosen, outcome.again
     assert chosen is not None
-    assert found is not None
+    assert again is not None
     return (
-        f"On {outcome.held_out} held-out prompts prefill_threshold={chosen.threshold:g} has KL {found.kl.mean:.5f}, "
-        f"likeliest token the same {found.top1:.3f}, and {found.time:.2f} of the exact reading's time."
+        f"On {outcome.held_out} held-out prompts prefill_threshold={chosen.threshold:g} has KL {again.kl.mean:.5f}, "
+        f"likeliest token the same {again.top1:.3f}, and {again.time:.2f} of the exact reading's time."
     )
 
 

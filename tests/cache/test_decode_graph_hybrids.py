@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from eval.families import build, make_tiny_config
 from qada_cache import QAdACache
-from qada_cache.decode_graph.lasting import Held
+from qada_cache.decode_graph.lasting import LayerStates
 from qada_cache.versions import pass_cache
 
 # Of states of several kinds, and beside layers without any. Of sliding windows: with masks by kinds of layers, with
@@ -167,11 +167,11 @@ def test_layers_that_record_the_past_have_no_graph(device: str) -> None:
         model = tiny(family).to(device)
         cache = make(model, cuda_graph=True)
         read(model, cache, prompt(60)[0], 60)
-        assert Held(cache.layers).lasts
+        assert LayerStates(cache.layers).keeps_shapes
         for layer in cache.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
-        assert not Held(cache.layers).lasts
+        assert not LayerStates(cache.layers).keeps_shapes
         if family == "qwen3_next":  # older transformers' sliding layers do not get their masks right then
             read(model, cache, prompt(70)[0][:, 60:], *[1] * 10)
     assert not RecordedGraph.replays
