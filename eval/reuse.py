@@ -44,6 +44,7 @@ from qada_cache.tuning.measuring import read_default_text
 from qada_cache.versions import pass_cache
 
 Rows = list[dict[str, Any]]
+Texts = tuple[PreTrainedModel, Tensor, Callable[[Tensor, str], Tensor]]
 AGAIN = 1  # of the questions, those for which the document is read again: it takes as long every time
 COPIED = "DynamicCache, deepcopy"
 PLAIN = "QAdACache, load that shares nothing"
@@ -64,11 +65,14 @@ TURN = "\n\nQuestion: And what does a name refer to, in a block of code that is 
 FROM_END = 200  # tokens, of the document, that are behind its edit
 
 
-def load_texts(options: argparse.Namespace) -> tuple[PreTrainedModel, Tensor, Callable[[Tensor, str], Tensor]]:
+def load_texts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Texts:
     """The model, the document `[1, tokens]`, and what puts a question behind token ids."""
-    model, tokenizer = language_model.load(options.model)
-    prepare(model)
-    document = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+    with language_model.check_loading(parser):
+        model, tokenizer = language_model.load(options.model)
+        document = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+        if (tokens := document.shape[1]) < options.tokens:
+            parser.error(f"--tokens: the text has {tokens} tokens, which are fewer than {options.tokens}")
+        prepare(model)
 
     def put_behind(ids: Tensor, text: str) -> Tensor:
         return torch.cat([ids, tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids], dim=1)
@@ -124,8 +128,7 @@ def measure_copies(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"--questions must be {AGAIN} to {len(QUESTIONS)}")
     if not SMAPS.exists():
         parser.error("this system does not say what memory a process shares")
-    with language_model.check_loading(parser):
-        model, ids, put_behind = load_texts(options)
+    model, ids, put_behind = load_texts(parser, options)
     texts = [put_behind(ids, question) for question in QUESTIONS[: options.questions]]
     rounds: dict[str, Round] = {}
     with tqdm(total=5 * len(texts) + AGAIN, unit="answer") as bar, tempfile.TemporaryDirectory() as folder:
@@ -189,9 +192,9 @@ def go_back(cache: QAdACache, tokens: int) -> None:
         cache.crop(-surplus)
 
 
-def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_way(parser: argparse.ArgumentParser, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """One way, in this process. The first one writes down all texts."""
-    model, document, put_behind = load_texts(options)
+    model, document, put_behind = load_texts(parser, options)
     store, texts = PrefixStore(options.folder / "store", max_bytes=2**40), options.folder / "texts.json"
     if way == FROM_DISK:
         drop_from_memory(options.folder / "store")
@@ -203,8 +206,7 @@ def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
     def keep(ids: list[int]) -> dict[str, Any]:
         before, begin = store.stats().written_bytes, time.perf_counter()
         store.keep(cache, ids)
-        seconds = time.perf_counter() - begin
-        return {"keep_s": seconds, "written": store.stats().written_bytes - before}
+        return {"keep_s": time.perf_counter() - begin, "written": store.stats().written_bytes - before}
 
     first, second = (put_behind(document, QUESTIONS[place]) for place in (0, 12))
     found, cache = answer(model, first, lambda: store.cache(model, first), options.answer)
@@ -212,8 +214,7 @@ def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
     told, _ = answer(model, put_behind(torch.tensor([found["ids"]]), TURN), lambda: cache, options.answer)
     turn = keep(told["ids"])
     kept, asked = {}, dict.fromkeys(WAYS, second)
-    asked[THIRD] = put_behind(torch.tensor([told["ids"]]), QUESTIONS[3])
-    asked[EDITED] = second.clone()
+    asked |= {THIRD: put_behind(torch.tensor([told["ids"]]), QUESTIONS[3]), EDITED: second.clone()}
     place = document.shape[1] - min(FROM_END, document.shape[1])
     asked[EDITED][0, place] += 1
     same = {THIRD: cache.get_seq_length(), STORED: document.shape[1], EDITED: place}  # tokens that are the same
@@ -233,7 +234,9 @@ def measure_restart(parser: argparse.ArgumentParser, options: argparse.Namespace
     if options.folder is not None and not options.folder.is_dir():
         parser.error(f"--folder: there is no folder {options.folder}")
     if options.way:
-        print(json.dumps(run_way(options.way, options)))
+        if options.folder is None:
+            parser.error("--way: its --folder is to be given too")
+        print(json.dumps(run_way(parser, options.way, options)))
         return []
     rounds: dict[str, list[dict[str, Any]]] = {}
     with tqdm(total=options.rounds * (3 + len(WAYS)), unit="process") as bar:
@@ -285,11 +288,8 @@ def main(arguments: list[str] | None = None) -> int:
     add = restart.add_argument
     add("--rounds", type=to_count, default=3, help="of all ways; figures are medians (default: %(default)s)")
     add("--folder", type=Path, help="where the store's folder is made, on the disk to be measured (default: /tmp's)")
-    add(
-        "--way",
-        choices=(FIRST, *WAYS, THIRD, EDITED),
-        help="one way alone, by the folder of a store, as its processes are called",
-    )
+    ways = (FIRST, *WAYS, THIRD, EDITED)
+    add("--way", choices=ways, help="one way alone, by the folder of a store, as its processes are called")
     options = parser.parse_args(arguments)
     if rows := options.measure(parser, options):
         report(rows, options.out, model=language_model.label(options.model), threads=torch.get_num_threads())
