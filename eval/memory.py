@@ -70,9 +70,10 @@ def measure_copies(model: PreTrainedModel, cache: QAdACache) -> int:
 
 
 @torch.inference_mode()
-def hold(options: argparse.Namespace) -> dict[str, int]:
+def hold(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, int]:
     """One cache, in this process."""
-    model, tokenizer = language_model.load(options.model, dtype=options.dtype)
+    with language_model.check_loading(parser):
+        model, tokenizer = language_model.load(options.model, dtype=options.dtype)
     ids = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
     if ids.shape[1] < options.tokens:
         raise SystemExit(f"the text has {ids.shape[1]} tokens, which are fewer than {options.tokens}")
@@ -105,7 +106,7 @@ def measure_held(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     if memory.nbytes is None:
         parser.error("this system does not tell what a process takes: run it on Linux")
     if options.cache:
-        print(json.dumps(hold(options)))
+        print(json.dumps(hold(parser, options)))
         return
     found: dict[str, list[dict[str, int]]] = {name: [] for name in CACHES}
     given = {name: getattr(options, name) for name in ("model", "tokens", "dtype", "new_tokens", "chunk")}

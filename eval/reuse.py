@@ -44,6 +44,7 @@ from qada_cache.tuning.measuring import read_default_text
 from qada_cache.versions import pass_cache
 
 Rows = list[dict[str, Any]]
+Texts = tuple[PreTrainedModel, Tensor, Callable[[Tensor, str], Tensor]]
 AGAIN = 1  # number of questions for which the document is read again: that takes as long every time
 COPIED = "DynamicCache, deepcopy"
 PLAIN = "QAdACache, load that shares nothing"
@@ -64,11 +65,14 @@ TURN = "\n\nQuestion: And what does a name refer to, in a block of code that is 
 FROM_END = 200  # tokens of the document from its edited token to its end
 
 
-def load_texts(options: argparse.Namespace) -> tuple[PreTrainedModel, Tensor, Callable[[Tensor, str], Tensor]]:
+def load_texts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Texts:
     """The model, the document `[1, tokens]`, and a function that appends a question to token ids."""
-    model, tokenizer = language_model.load(options.model)
-    prepare(model)
-    document = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+    with language_model.check_loading(parser):
+        model, tokenizer = language_model.load(options.model)
+        document = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
+        if (tokens := document.shape[1]) < options.tokens:
+            parser.error(f"--tokens: the text has {tokens} tokens, which are fewer than {options.tokens}")
+        prepare(model)
 
     def append_text(ids: Tensor, text: str) -> Tensor:
         return torch.cat([ids, tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids], dim=1)
@@ -124,8 +128,7 @@ def measure_copies(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"--questions must be {AGAIN} to {len(QUESTIONS)}")
     if not SMAPS.exists():
         parser.error("this system does not say what memory a process shares")
-    with language_model.check_loading(parser):
-        model, ids, append_text = load_texts(options)
+    model, ids, append_text = load_texts(parser, options)
     texts = [append_text(ids, question) for question in QUESTIONS[: options.questions]]
     rounds: dict[str, Round] = {}
     with tqdm(total=5 * len(texts) + AGAIN, unit="answer") as bar, tempfile.TemporaryDirectory() as folder:
@@ -189,9 +192,9 @@ def go_back(cache: QAdACache, tokens: int) -> None:
         cache.crop(-surplus)
 
 
-def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_way(parser: argparse.ArgumentParser, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measures one way, in this process. The first way writes all texts to a file, for the others."""
-    model, document, append_text = load_texts(options)
+    model, document, append_text = load_texts(parser, options)
     store, texts = PrefixStore(options.folder / "store", max_bytes=2**40), options.folder / "texts.json"
     if way == FROM_DISK:
         drop_from_memory(options.folder / "store")
@@ -203,8 +206,7 @@ def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
     def keep(ids: list[int]) -> dict[str, Any]:
         before, begin = store.stats().written_bytes, time.perf_counter()
         store.keep(cache, ids)
-        seconds = time.perf_counter() - begin
-        return {"keep_s": seconds, "written": store.stats().written_bytes - before}
+        return {"keep_s": time.perf_counter() - begin, "written": store.stats().written_bytes - before}
 
     first, second = (append_text(document, QUESTIONS[place]) for place in (0, 12))
     reply, cache = answer(model, first, lambda: store.cache(model, first), options.answer)
@@ -212,8 +214,7 @@ def run_way(way: str, options: argparse.Namespace) -> dict[str, Any]:
     turn_answer, _ = answer(model, append_text(torch.tensor([reply["ids"]]), TURN), lambda: cache, options.answer)
     turn = keep(turn_answer["ids"])
     answers, texts_by_way = {}, dict.fromkeys(WAYS, second)
-    texts_by_way[THIRD] = append_text(torch.tensor([turn_answer["ids"]]), QUESTIONS[3])
-    texts_by_way[EDITED] = second.clone()
+    texts_by_way |= {THIRD: append_text(torch.tensor([turn_answer["ids"]]), QUESTIONS[3]), EDITED: second.clone()}
     place = document.shape[1] - min(FROM_END, document.shape[1])
     texts_by_way[EDITED][0, place] += 1
     common = {THIRD: cache.get_seq_length(), STORED: document.shape[1], EDITED: place}  # first tokens in common
@@ -233,7 +234,9 @@ def measure_restart(parser: argparse.ArgumentParser, options: argparse.Namespace
     if options.folder is not None and not options.folder.is_dir():
         parser.error(f"--folder: there is no folder {options.folder}")
     if options.way:
-        print(json.dumps(run_way(options.way, options)))
+        if options.folder is None:
+            parser.error("--way: its --folder is to be given too")
+        print(json.dumps(run_way(parser, options.way, options)))
         return []
     rounds: dict[str, list[dict[str, Any]]] = {}
     with tqdm(total=options.rounds * (3 + len(WAYS)), unit="process") as bar:
@@ -285,11 +288,8 @@ def main(arguments: list[str] | None = None) -> int:
     add = restart.add_argument
     add("--rounds", type=to_count, default=3, help="of all ways; figures are medians (default: %(default)s)")
     add("--folder", type=Path, help="where the store's folder is made, on the disk to be measured (default: /tmp's)")
-    add(
-        "--way",
-        choices=(FIRST, *WAYS, THIRD, EDITED),
-        help="one way alone, by the folder of a store, as its processes are called",
-    )
+    ways = (FIRST, *WAYS, THIRD, EDITED)
+    add("--way", choices=ways, help="one way alone, by the folder of a store, as its processes are called")
     options = parser.parse_args(arguments)
     if rows := options.measure(parser, options):
         report(rows, options.out, model=language_model.label(options.model), threads=torch.get_num_threads())

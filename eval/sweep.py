@@ -245,11 +245,14 @@ def main(arguments: list[str] | None = None) -> int:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     add("--out", type=growing_table, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
+    try:
+        done, wanted = read_known(options.out), list_variants(options)
+    except KeyError as column:
+        parser.error(f"--out: {options.out} is the table of another command, without the column {column}")
     with language_model.check_loading(parser):
         pretrained, gguf = language_model.find_hflm_source(options.model)
         loaded = gguf if options.dtype == "auto" else gguf | {"dtype": options.dtype}
         lm = SweepLM(pretrained, **loaded, batch_size=options.batch_size, device=options.device)
-    done, wanted = read_known(options.out), list_variants(options)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
     check_tasks(parser, options.tasks, make_task_manager(pretrained, options.lengths[0], lm.gguf_file, options.limit))
     try:

@@ -37,8 +37,10 @@ WRONG = {  # arguments, by what is said of them
     "sweep --prefill -1 --out x.csv": "--prefill: invalid amount",
     "sweep --limit 0 --out x.csv": "--limit: invalid count",
     "sweep --out notes.txt": "--out: notes.txt exists, and is no table",
+    "sweep --out held.csv": "--out: held.csv is the table of another command, without the column 'criterion'",
     "heads --limit -1 --out x.csv": "--limit: invalid count",
     "heads --moments nosuch --out x.csv": "--moments: invalid choice",
+    "memory held --cache DynamicCache --model empty.txt": "--model: ",
     "memory held --out notes.txt": "--out: notes.txt exists, and is no table",
     "benchmark --rounds 0": "--rounds: invalid count",
     "benchmark --out .": "--out: . is a folder",
@@ -49,6 +51,9 @@ WRONG = {  # arguments, by what is said of them
     "latency turns --turns 0": "--turns: invalid count",
     "reuse copies --tokens 0": "--tokens: invalid count",
     "reuse restart --folder nosuch": "--folder: there is no folder nosuch",
+    "reuse restart --way PrefixStore": "--way: its --folder is to be given too",
+    "reuse restart --folder . --way PrefixStore --model empty.txt": "--model: ",
+    f"reuse copies --model {needle.FOLDER} --tokens 9999999": "--tokens: the text has",
     "families --seconds nan": "--seconds: invalid amount",
     "triton_resources --architectures 1": "--architectures: invalid choice: 1",
     "triton_resources --dims 3": "--dims: invalid choice: 3",
@@ -59,6 +64,7 @@ WRONG = {  # arguments, by what is said of them
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("root:x:0:0\nof somebody else, and precious\n")
     (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "held.csv").write_text("cache,machine\nDynamicCache,one\n")
     monkeypatch.chdir(tmp_path)
     # The real one reads thousands of files.
     monkeypatch.setattr("eval.shared.lm_tasks.TaskManager", lambda metadata: SimpleNamespace(all_tasks=["prose_niah"]))
