@@ -230,7 +230,7 @@ def find_sizes(layout: Layout, segment: int) -> dict[str, int]:
 
 @functools.cache
 def _bind_coding(layout: Layout, segment: int, last: int) -> tuple[Launches, Launches, Launches, int]:
-    """The launches of the three kernels for segments of these sizes, and how many tokens `code_kernel` codes."""
+    """The launches of the three kernels for segments of these sizes, and the tokens of a `code_kernel` program."""
     wide = triton.next_power_of_2(layout.dim)
     sizes = find_sizes(layout, segment) | {"D": layout.dim, "BLOCK_D": wide}
     at_once = min(CODED_NUMBERS // wide, segment)

@@ -80,8 +80,8 @@ def load_eights(
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The bits of `COUNT` codes of `BITS` bits that lie in a plane of `PLANE` bits, eight codes in each int32 of
-    [tokens, BLOCK // 8]. The planes begin at byte `FROM` of the records that `p_tokens` point to, at whole units of `UNIT`
-    bits."""
+    [tokens, BLOCK // 8]. The planes begin at byte `FROM` of the records that `p_tokens` point to, at whole
+    units of `UNIT` bits."""
     DONE: tl.constexpr = BITS & ~(2 * PLANE - 1)  # bits in larger planes  # noqa: N806 - a compile-time constant
     o_eight = tl.arange(0, BLOCK // TAKEN)
     m_eights = m_tokens[:, None] & (o_eight < COUNT // TAKEN)[None, :]
