@@ -1,8 +1,8 @@
 """Attention over parts of the keys: a reference, faster paths with the same signature, and the choice.
 
-Two are ours, for CPUs: for few queries and for many. The others are torch's fused operators behind
+Two are ours, for CPUs: one for few queries, one for many. The others are torch's fused operators behind
 `scaled_dot_product_attention`: they alone return the log-sum-exp. They are private to torch and may change with any
-release. So each is tried against plain torch when a device first meets a dtype and head size, and is used only if it
+release. So each is compared with plain torch when a device first meets a dtype and head size, and is used only if it
 agrees.
 """
 
@@ -25,16 +25,18 @@ __all__ = ["merge_partials", "partial_attention", "softmax_average"]
 
 logger = logging.getLogger(__name__)
 
-# The path without a fused kernel takes a block of queries at a time, and of keys as many as it can hold in float32:
-# scores, which it has up to four times over, keys and values. Few queries so take few launches, whatever the context.
-QUERY_BLOCK, KEY_BLOCK = 512, 256  # at most; at least
-HELD = 1 << 26  # numbers, 256 MiB
+# The path without a fused kernel computes blocks of `QUERY_BLOCK` queries by `KEY_BLOCK` keys or more. A block takes as
+# many keys as fit into `MAX_BLOCK_NUMBERS` float32 numbers: up to four copies of its scores, its keys and its values.
+# So few queries take few launches, however long the context.
+QUERY_BLOCK, KEY_BLOCK = 512, 256
+MAX_BLOCK_NUMBERS = 1 << 26  # 256 MiB
 MIN_SPLIT_TOKENS = 2048  # keys of fewer tokens are not worth splitting among workers
-SPLIT_QUERIES = 64  # more queries than these make enough work for all of them by themselves
-# More numbers of a head's queries leave the first cache no room for keys in our kernel for few, so that torch's, which
-# multiplies matrices, is up to 2.5 times as fast. It computes float16 by conversions.
-MOST_NUMBERS, MULTIPLIED = 2048, (torch.float32, torch.bfloat16)
-TRIED_TOKENS = 2111  # so that keys are split, and their last blocks are ragged
+SPLIT_QUERIES = 64  # with more queries than these, every worker has enough to do without splitting keys
+# If a head's queries are more numbers than `MAX_QUERY_NUMBERS`, our kernel for few queries has no room for keys in the
+# first cache. Torch's then multiplies matrices, up to 2.5 times as fast, in the dtypes `MULTIPLIED`; it converts
+# float16.
+MAX_QUERY_NUMBERS, MULTIPLIED = 2048, (torch.float32, torch.bfloat16)
+TRIED_TOKENS = 2111  # of a trial: keys are split, and the last block of each part is not full
 
 
 def partial_attention(
@@ -48,45 +50,49 @@ def partial_attention(
     softcap: float | None = None,
     kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`reference.partial_attention` in bounded memory: by our kernel or torch's where they serve, as they do without a
-    mask `[batch or 1, 1, queries, tokens]`, else block by block. `tokens` may be 0, `kernels` is one of
-    `choice.KINDS`."""
+    """`reference.partial_attention` in bounded memory: by our kernel or torch's, else block by block.
+
+    No kernel takes a `mask` `[batch or 1, 1, queries, tokens]` or a `softcap`. `tokens` may be 0. `kernels` is one of
+    `choice.KINDS`.
+    """
     if softcap is None and mask is None:
-        wide = query.dtype in MULTIPLIED and query.shape[2] * query.shape[3] > MOST_NUMBERS
+        wide = query.dtype in MULTIPLIED and query.shape[2] * query.shape[3] > MAX_QUERY_NUMBERS
         ours = kernels != "torch" and not causal and cpu.supports(query, key, value)
         ours = ours and not (wide and find_operator(query, key, value))
-        if ours and (found := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
-            return found
+        if ours and (computed := cpu.compiled_partial_attention(query, key, value, scaling=scaling)) is not None:
+            return computed
         if kernels != "torch" and prompt.serves(query, key, value, causal=causal):
             return prompt.attend_part(query, key, value, scaling=scaling, causal=causal)
         if (operator := find_operator(query, key, value)) is not None:
             return _attend(operator, query, key, value, scaling, causal)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
-    at_once = tokens = max(1, min(QUERY_BLOCK, query.shape[-2]))
-    if not causal:  # else a query's own token lies in a block on the diagonal
-        numbers = query.shape[:-2].numel() * (4 * at_once + key.shape[-1] + value.shape[-1])
-        tokens = max(KEY_BLOCK, HELD // numbers)
-    for first in range(0, query.shape[-2], at_once):
-        queries = slice(first, min(first + at_once, query.shape[-2]))
+    query_block = key_block = max(1, min(QUERY_BLOCK, query.shape[-2]))
+    if not causal:  # causal blocks are square: a query's own token lies in a block on the diagonal
+        key_numbers = query.shape[:-2].numel() * (4 * query_block + key.shape[-1] + value.shape[-1])
+        key_block = max(KEY_BLOCK, MAX_BLOCK_NUMBERS // key_numbers)
+    for first in range(0, query.shape[-2], query_block):
+        queries = slice(first, min(first + query_block, query.shape[-2]))
         seen = queries.stop if causal else key.shape[-2]
-        for start in range(0, seen, tokens):
-            keys = slice(start, min(start + tokens, seen))
+        for start in range(0, seen, key_block):
+            keys = slice(start, min(start + key_block, seen))
             block = query[..., queries, :], key[..., keys, :], value[..., keys, :]
-            shown = None if mask is None else mask[..., queries, keys]
+            block_mask = None if mask is None else mask[..., queries, keys]
             diagonal = causal and start == first
-            part = reference.partial_attention(*block, scaling=scaling, mask=shown, causal=diagonal, softcap=softcap)
+            part = reference.partial_attention(
+                *block, scaling=scaling, mask=block_mask, causal=diagonal, softcap=softcap
+            )
             out[..., queries, :], lse[..., queries] = merge_partials(out[..., queries, :], lse[..., queries], *part)
     return out, lse
 
 
 class Operator(NamedTuple):
-    """One of torch's."""
+    """One of torch's fused attention operators."""
 
     name: str  # in `torch.ops.aten`
-    given: tuple[Any, ...]  # what it is told between `value` and whether it is causal
-    serves: Callable[[Tensor, Tensor, Tensor], bool]  # whether torch says that it is made for tensors like these
-    # Of a device: each takes whole heads. 1: the operator splits the keys of a head by itself.
+    given: tuple[Any, ...]  # its arguments between `value` and `is_causal`
+    serves: Callable[[Tensor, Tensor, Tensor], bool]  # whether torch allows it for this query, key and value
+    # The threads or processors of a device, each of which takes whole heads; 1 if the operator splits a head's keys.
     workers: Callable[[torch.device], int]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -94,15 +100,17 @@ class Operator(NamedTuple):
         operator = getattr(torch.ops.aten, self.name)
         out, lse, *_ = operator(query, key, value, *self.given, causal, scale=scaling)
         queries = query.shape[2]
-        return out, lse if lse.shape[2] == queries else lse[..., :queries]  # an operator may round their number up
+        # An operator may round the number of queries up.
+        return out, lse if lse.shape[2] == queries else lse[..., :queries]
 
 
 def _flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    # Other sizes are padded in front of the operator.
+    # SDPA pads other sizes before it calls the operator.
     return query.shape[3] % 8 == 0 and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, False))
 
 
-# By type of device, the better one first. The second of a GPU has float32, older GPUs, and values of another size.
+# By type of device, the faster one first. The second one for GPUs also takes float32, older GPUs, and values of another
+# size than keys.
 OPERATORS = {
     "cpu": (
         Operator(
@@ -127,13 +135,13 @@ OPERATORS = {
 
 
 def find_operator(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
-    """The one of torch's operators that computes this call (shapes as for `partial_attention`), if any does."""
+    """The first of torch's operators that computes this call, or None. Shapes are as for `partial_attention`."""
     if (
         query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
         and query.numel() > 0  # without queries the CPU's operator ends the process
         and key.numel() > 0
-        # The CPU's operator takes other strides, and reads by these.
+        # The CPU's operator accepts other strides, but reads channels as if they were contiguous.
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
     ):
         return _choose_operator(query.device, query.dtype, query.shape[3], value.shape[3])
@@ -145,8 +153,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """`partial_attention` by an operator; `out` is rounded to the input dtype, as by SDPA.
 
-    Most operators give a worker, a thread or a processor of a GPU, whole heads. When a decode step reads few of them,
-    some would wait, so the keys are split as well, into parts that are merged by their log-sum-exps.
+    Most operators give whole heads to each worker, a thread or a processor of a GPU. When a decode step reads few
+    heads, some workers would be idle. So keys are split as well, into parts that are merged by their log-sum-exps.
     """
     splits = 1 if causal else _count_splits(query, key, operator.workers(query.device))
     if splits == 1:
@@ -164,7 +172,7 @@ def _attend(
 
 
 def _count_splits(query: Tensor, key: Tensor, workers: int) -> int:
-    """Into how many parts to split the keys of one row, so that every worker gets the same number of them."""
+    """The number of parts to split the keys of one row into, so that every worker gets as many parts as the others."""
     if query.shape[0] != 1 or query.shape[2] > SPLIT_QUERIES or key.shape[2] < MIN_SPLIT_TOKENS:
         return 1
     return workers // math.gcd(workers, query.shape[1])
@@ -190,8 +198,9 @@ def _choose_operator(device: torch.device, dtype: torch.dtype, dim: int, value_d
 
 
 def _make_sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Five queries, each with a token of its own that gets much of its attention, the first and the last among them.
-    Keys and values have room for more tokens than `TRIED_TOKENS`, as the bulk's buffers do, which is nan."""
+    """Five queries, and keys and values of `TRIED_TOKENS` tokens. Five tokens, the first and the last among them, have
+    a query as their key, and get much of its attention. Like the bulk's buffers, keys and values have room for more
+    tokens; these are nan."""
     made = torch.Generator("cpu").manual_seed(0)
     query, key, value = (
         torch.randn(1, 2, *shape, generator=made, dtype=torch.float32, device="cpu")
@@ -204,7 +213,7 @@ def _make_sample(dtype: torch.dtype, dim: int, value_dim: int) -> tuple[Tensor, 
 
 
 def _find_fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], device: torch.device) -> str | None:
-    """An operator's fault over the keys of a sample, and causally over fewer of them (see `find_fault`)."""
+    """The fault of an operator over all keys of a sample, or causally over 70 of them, as `find_fault` says it."""
     scaling = 8 / sample[0].shape[3]  # the score of a query and its own token is then about 8
 
     def compute(attend: Callable, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -212,14 +221,14 @@ def _find_fault(operator: Operator, sample: tuple[Tensor, Tensor, Tensor], devic
         causal = attend(key[:, :, :70], key[:, :, :70], value[:, :, :70], scaling, True)
         return tuple(part.cpu() for out, lse in (whole, causal) for part in (out.to(query.dtype), lse))
 
-    tried = functools.partial(_attend, operator)
+    fused = functools.partial(_attend, operator)
     return find_fault(
-        lambda: compute(tried, *(tensor.to(device) for tensor in sample)), compute(_attend_plainly, *sample)
+        lambda: compute(fused, *(tensor.to(device) for tensor in sample)), compute(_attend_plainly, *sample)
     )
 
 
 def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """`out` and `lse`, computed in float64, as no setting of torch lowers its precision."""
+    """`out` and `lse`, computed in float64: no setting of torch lowers its precision."""
     scores = torch.matmul(query.double(), key.double().mT) * scaling
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1), -torch.inf)

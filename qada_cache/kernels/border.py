@@ -1,4 +1,4 @@
-"""The border to kernels, which trust an address: a tensor is checked before they are handed its own."""
+"""Checks of tensors whose addresses are passed to kernels, which do not check anything themselves."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ class OperandError(ValueError):
 
 
 def describe(tensor: Tensor) -> str:
-    """dtype, shape, strides where they are not those of the shape, and device, for an error message."""
+    """A tensor's dtype, shape and device, for an error message, and its strides if it is not contiguous."""
     strides = "" if tensor.is_contiguous() else f" of strides {list(tensor.stride())}"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{strides} on {tensor.device}"
 
@@ -28,23 +28,23 @@ def check_tensor(
     device: torch.device,
     packed: int | None = None,
 ) -> None:
-    """Raise OperandError unless a tensor has this dtype, or one of these, this shape and this device, and its last
-    `packed` dimensions lie one number after the other; None: all do."""
+    """Raise OperandError unless a tensor has one of these `dtypes`, this shape and this device, and its last `packed`
+    dimensions are contiguous; None: all dimensions."""
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     fits = tensor.dtype in allowed and tuple(tensor.shape) == tuple(shape) and tensor.device == device
     if fits and (tensor.is_contiguous() if packed is None else is_packed(tensor, packed)):
         return
-    lies = "contiguous" if packed is None else f"the last {packed} dimensions contiguous"
-    raise OperandError(name, describe(tensor), f"{' or '.join(map(str, allowed))} {list(shape)} on {device}, {lies}")
+    layout = "contiguous" if packed is None else f"the last {packed} dimensions contiguous"
+    raise OperandError(name, describe(tensor), f"{' or '.join(map(str, allowed))} {list(shape)} on {device}, {layout}")
 
 
 def is_packed(tensor: Tensor, dimensions: int) -> bool:
-    """Whether the last dimensions of a tensor lie one number after the other; those without numbers do."""
-    numbers = 1
+    """Whether the last `dimensions` of a tensor are contiguous; those of an empty tensor are."""
+    packed_stride = 1
     if not tensor.numel():
         return True
     for size, stride in zip(tensor.shape[: -dimensions - 1 : -1], tensor.stride()[: -dimensions - 1 : -1], strict=True):
-        if size != 1 and stride != numbers:
+        if size != 1 and stride != packed_stride:
             return False
-        numbers *= size
+        packed_stride *= size
     return True

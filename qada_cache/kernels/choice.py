@@ -1,9 +1,9 @@
 """Which implementation computes a decode step: asked for by name, or selected by checks.
 
-"torch" is torch's own operations alone, and "triton" the fused kernel for one token, or several as in `turn.py`, or an
-error that says why not.
-"auto" takes Triton's kernel on a GPU, once it has been tried there (`decode_trial.py`), and the compiled kernel on
-a CPU (`compiled_decode.py`); else torch, with a warning that says why on a GPU.
+- "torch": torch's own operations alone.
+- "triton": Triton's kernel, for one token, or for several as in `turn.py`; else an error says why not.
+- "auto": Triton's kernel on a GPU, once tried there (`decode_trial.py`), and the C++ kernel on a CPU
+  (`compiled_decode.py`); else torch, and on a GPU a warning says why.
 """
 
 import functools
@@ -25,11 +25,11 @@ from .operands import is_shared
 
 logger = logging.getLogger(__name__)
 
-AUTO_DEVICES = ("cuda",)  # where "auto" takes Triton's kernel: interpreted, on a CPU, it only serves tests
+AUTO_DEVICES = ("cuda",)  # "auto" takes Triton's kernel on these; on a CPU it is interpreted, for tests only
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_DIM = 256
-MAX_SHARED, MAX_RANK = 640, 512  # of keys whose first channels are the values, and of these
-CAPABILITY = (8, 0)  # of a CUDA device; older ones lack what the kernel is compiled to
+MAX_DIM = 256  # channels of a head
+MAX_SHARED, MAX_RANK = 640, 512  # channels of keys whose first channels are the values, and of these values
+CAPABILITY = (8, 0)  # of a CUDA device; older ones lack instructions that the kernel needs
 INSTALL = {"linux": "pip install 'qada-cache[triton]'", "win32": "pip install triton-windows"}  # by sys.platform
 KINDS = ("auto", "torch", "triton")
 
@@ -56,8 +56,8 @@ def explain_unsupported(
 
     if query.device.type != ("cpu" if triton_kernels.INTERPRETED else "cuda"):
         return f"the kernel needs CUDA tensors, or CPU tensors with TRITON_INTERPRET=1, not {query.device.type} ones"
-    if query.device.type == "cuda" and (found := torch.cuda.get_device_capability(query.device)) < CAPABILITY:
-        needed, has = (".".join(map(str, capability)) for capability in (CAPABILITY, found))
+    if query.device.type == "cuda" and (capability := torch.cuda.get_device_capability(query.device)) < CAPABILITY:
+        needed, has = (".".join(map(str, version)) for version in (CAPABILITY, capability))
         return f"the kernel needs a GPU of compute capability {needed} or above, not {has}"
     if query.dtype not in DTYPES:
         return f"the kernel has no {query.dtype}"
@@ -73,18 +73,19 @@ def explain_unsupported(
         return f"the kernel has head dimensions up to {most}, not {max(dim, value_dim)}"
     if criterion == "oracle":
         return "criterion='oracle' needs every score, which the kernel exists not to compute"
-    held = bulk_keys if records is None else records.tensor
-    if held.numel() and held.device != query.device and not held.is_pinned():
+    stored = bulk_keys if records is None else records.tensor
+    if stored.numel() and stored.device != query.device and not stored.is_pinned():
         return "the bulk lies in host memory that is not pinned, so that the device cannot read it"
     return None
 
 
 def resolve_kernels(kernels: str | None) -> str:
-    """What is asked for: `kernels`, or without it the environment's `QADA_KERNELS`; ValueError at none of `KINDS`."""
-    name, found = ("QADA_KERNELS", os.environ.get("QADA_KERNELS", "auto")) if kernels is None else ("kernels", kernels)
-    if found not in KINDS:
-        raise ValueError(f"{name} must be auto, torch or triton, got {found!r}")
-    return found
+    """The requested one of `KINDS`: `kernels`, or if that is None the environment's `QADA_KERNELS`. Others raise
+    ValueError."""
+    name, kind = ("QADA_KERNELS", os.environ.get("QADA_KERNELS", "auto")) if kernels is None else ("kernels", kernels)
+    if kind not in KINDS:
+        raise ValueError(f"{name} must be auto, torch or triton, got {kind!r}")
+    return kind
 
 
 def choose_kernel(
@@ -99,18 +100,18 @@ def choose_kernel(
     sinks: bool = False,
     turn: bool = False,
 ) -> Callable | None:
-    """The `fused_decode` that is to compute such calls, or for a `turn` the `fused_turn`; None for the torch path of
-    attention/decode.py.
+    """The `fused_decode` that computes such calls, or for a `turn` the `fused_turn`; None if torch has to, in
+    attention/by_torch.py.
 
-    Arguments as for `explain_unsupported`; `kernels` is one of `KINDS`, `layout` that of the sketch by which tokens are
-    selected, or behind which records lie, None without one, and `sinks` says whether heads have learned sinks.
-    NotImplementedError, if it is "triton", and the kernel cannot compute the call.
+    The first four arguments and `records` are as for `explain_unsupported`. `kernels` is one of `KINDS`. `layout` is
+    that of the bulk's sketch, None without one. `sinks`: heads have learned sinks. NotImplementedError, if `kernels`
+    is "triton" and the kernel cannot compute the call.
     """
     call, group = (query, bulk_keys, bulk_values, criterion, records), query.shape[1] // bulk_keys.shape[1]
     shared = is_shared(bulk_keys, bulk_values)
-    at_once = cpu.split_heads(group) if shared and bulk_keys.shape[1] == 1 else group  # of the heads that share keys
+    heads_at_once = cpu.split_heads(group) if shared and bulk_keys.shape[1] == 1 else group
     if kernels == "auto" and compiled_decode.supports(*call):
-        if at_once < group:
+        if heads_at_once < group:
             return None if turn else compiled_decode.fused_parts
         return compiled_decode.fused_turn if turn else compiled_decode.fused_decode
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
@@ -120,17 +121,17 @@ def choose_kernel(
         from .triton import fused_decode
         from .triton.turn import fused_turn
 
-        turn = turn or at_once < group
+        turn = turn or heads_at_once < group
         kernel = fused_turn if turn else fused_decode
         if kernels == "auto":
-            held = bulk_keys if records is None else records.tensor
-            pinned = held.device != query.device
-            sizes = {"group": at_once, "dim": query.shape[3], "value_dim": bulk_values.shape[3]}
+            stored = bulk_keys if records is None else records.tensor
+            pinned = stored.device != query.device
+            sizes = {"group": heads_at_once, "dim": query.shape[3], "value_dim": bulk_values.shape[3]}
             of_bulk = {"layout": layout, "records": None if records is None else records.layout, "pinned": pinned}
-            tried = {"queries": 2} if turn else {}
-            tried |= {"sinks": True} if sinks else {}
-            tried |= {"shared": True} if shared else {}
-            reason = decode_trial.find_decode_fault(kernel, query.device, query.dtype, **sizes, **of_bulk, **tried)
+            features = {"queries": 2} if turn else {}
+            features |= {"sinks": True} if sinks else {}
+            features |= {"shared": True} if shared else {}
+            reason = decode_trial.find_decode_fault(kernel, query.device, query.dtype, **sizes, **of_bulk, **features)
         if reason is None:
             return kernel
     if kernels == "triton":

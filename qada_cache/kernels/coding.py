@@ -17,27 +17,27 @@ from .reference import find_fault
 
 logger = logging.getLogger(__name__)
 
-ALIKE = 0.99  # of codes, scales and orders, at least: sums in another order round some to a neighbour
+MIN_EQUAL = 0.99  # share of equal codes, scales and orders: sums in another order round some to a neighbour
 ROWS, HEADS = 2, 2  # of a trial
 
 
 class Coder(NamedTuple):
-    """What writes into a sketch's tensors."""
+    """The functions that code keys and values into a sketch and records, and decode records."""
 
     code: Callable[[Sketch, slice, int, Tensor, Tensor | None], None]  # `triton.coding.code_segments`
     derive: Callable[[Sketch, slice, int, Tensor], None]  # `triton.deriving.derive`
     # `triton.recording.code_records`.
     record: Callable[[Sketch, slice, int, Tensor, Tensor, Tensor, RecordLayout], Tensor]
-    decode: Callable[..., tuple[Tensor, Tensor]]  # `triton.decoding.decode_tokens`, which only reads them
+    decode: Callable[..., tuple[Tensor, Tensor]]  # `triton.decoding.decode_tokens`
 
 
 def choose_coder(
     kernels: str, device: torch.device, dtype: torch.dtype, layout: Layout, value_dim: int, *, plain: bool
 ) -> Coder | None:
-    """What codes keys of `dtype` beside values of `value_dim`, `plain` without query energies; None: torch is to.
-    `kernels` is one of `choice.KINDS`.
+    """The `Coder` for keys of `dtype` and values of `value_dim` channels; None if torch has to code them.
 
-    The trial, which a process makes once for each kind, waits for the device.
+    `plain`: there are no query energies. `kernels` is one of `choice.KINDS`. A process tries each kind of coder once,
+    and waits for the device then.
     """
     if kernels == "torch" or device.type not in AUTO_DEVICES:
         return None
@@ -64,20 +64,21 @@ def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, value_
 def find_coding_fault(
     coder: Coder, device: torch.device, dtype: torch.dtype, layout: Layout, value_dim: int, plain: bool
 ) -> str | None:
-    """The fault of a coder on this device, as of `reference.find_fault`, by two segments of made-up tokens. Other
-    arguments are as for `choose_coder`."""
-    made, tokens = torch.Generator("cpu").manual_seed(0), SEGMENT_TOKENS + LAST_TOKENS + 5  # two segments
+    """The fault of a coder on this device, as `reference.find_fault` says it. It codes two segments of random tokens.
+    Other arguments are as for `choose_coder`."""
+    generator, tokens = torch.Generator("cpu").manual_seed(0), SEGMENT_TOKENS + LAST_TOKENS + 5  # two segments
     keys, spread = (
-        torch.randn(*shape, layout.dim, generator=made, dtype=torch.float32, device="cpu")
+        torch.randn(*shape, layout.dim, generator=generator, dtype=torch.float32, device="cpu")
         for shape in ((ROWS, HEADS, tokens), (2, ROWS, HEADS, 1))
     )
-    # Means of segments lie on numbers of bfloat16: halfway between two, sums in another order give another centre.
-    parts = [part - part.mean(dim=-2, keepdim=True) for part in keys.split(SEGMENT_TOKENS, dim=-2)]
-    keys = torch.cat(parts, dim=-2) * (2 * spread[0]).exp() + (3 * spread[1]).bfloat16()
+    # Means of segments are exact in bfloat16: halfway between two of its numbers, sums in another order would round to
+    # another centre.
+    centred = [part - part.mean(dim=-2, keepdim=True) for part in keys.split(SEGMENT_TOKENS, dim=-2)]
+    keys = torch.cat(centred, dim=-2) * (2 * spread[0]).exp() + (3 * spread[1]).bfloat16()
     keys = keys.to(dtype)
     energies = None if plain else (2 * spread[1, 0, :, 0]).exp()
-    covariance = torch.randn(ROWS, HEADS, value_dim, layout.dim, generator=made, dtype=torch.float32, device="cpu")
-    values = torch.randn(ROWS, HEADS, tokens, value_dim, generator=made, dtype=torch.float32, device="cpu")
+    covariance = torch.randn(ROWS, HEADS, value_dim, layout.dim, generator=generator, dtype=torch.float32, device="cpu")
+    values = torch.randn(ROWS, HEADS, tokens, value_dim, generator=generator, dtype=torch.float32, device="cpu")
     values, weights = values.to(dtype), spread[0, 0, :, 0].exp()
     records = RecordLayout(layout.dim, value_dim, *RUNGS[8])
     expected = quantize_segments(keys, None if energies is None else energies.expand(ROWS, -1, -1), layout)
@@ -85,7 +86,7 @@ def find_coding_fault(
     if has_records := RecordLayout.serves(layout.dim, value_dim):
         predicted = estimate_keys(expected, layout)
         coded = code_tokens(keys, values, predicted, weights, records)
-        known = Sketch(**expected, mean_value=values.float().mean(dim=-2))
+        expected_sketch = Sketch(**expected, mean_value=values.float().mean(dim=-2))
         decoded = decode_keys(coded, predicted, weights, records), decode_values(coded, records)
         expected |= {"records": coded} | dict(
             zip(("keys", "values"), (part.to(dtype) for part in decoded), strict=True)
@@ -93,31 +94,32 @@ def find_coding_fault(
 
     def compute() -> tuple[Tensor, ...]:
         fields = list_fields(layout.dim, value_dim, layout.count, tokens).items()
-        there = {name: torch.zeros(ROWS, HEADS, *shape, dtype=kind, device=device) for name, (kind, shape) in fields}
-        sketch, rows = Sketch(**there), slice(0, ROWS)
+        tensors = {name: torch.zeros(ROWS, HEADS, *shape, dtype=kind, device=device) for name, (kind, shape) in fields}
+        sketch, rows = Sketch(**tensors), slice(0, ROWS)
         coder.code(sketch, rows, 0, keys.to(device), None if energies is None else energies.to(device))
         coder.derive(sketch, rows, tokens, covariance.to(device))
         if has_records:
-            held = (part.to(device).split([SEGMENT_TOKENS, tokens - SEGMENT_TOKENS], dim=2) for part in (keys, values))
+            split = (part.to(device).split([SEGMENT_TOKENS, tokens - SEGMENT_TOKENS], dim=2) for part in (keys, values))
             coding = weights.to(device), records
-            found = [
-                coder.record(sketch, rows, first, of_keys, of_values, *coding)
-                for first, (of_keys, of_values) in enumerate(zip(*held, strict=True))
+            segment_records = [
+                coder.record(sketch, rows, first, segment_keys, segment_values, *coding)
+                for first, (segment_keys, segment_values) in enumerate(zip(*split, strict=True))
             ]
-            there["records"] = fit_records(torch.cat(found, dim=2), records.size)
-            of_coded = coded.to(device), known.map(lambda tensor: tensor.to(device)), rows, slice(0, HEADS), *coding
-            there["keys"], there["values"] = coder.decode(*of_coded, (keys, values), first=0, segments=2)
-        return _reduce_to_compared({name: there[name].cpu() for name in expected}, expected)
+            tensors["records"] = fit_records(torch.cat(segment_records, dim=2), records.size)
+            on_device = expected_sketch.map(lambda tensor: tensor.to(device))
+            operands = coded.to(device), on_device, rows, slice(0, HEADS), *coding
+            tensors["keys"], tensors["values"] = coder.decode(*operands, (keys, values), first=0, segments=2)
+        return _reduce_to_compared({name: tensors[name].cpu() for name in expected}, expected)
 
     return find_fault(compute, _reduce_to_compared(expected, expected))
 
 
 def _reduce_to_compared(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """What has to be the same: numbers, and whether nearly all integers are those that are expected."""
+    """The tensors to compare: floats as they are; for integers a bool, whether `MIN_EQUAL` of them are as expected."""
     compared = []
-    for name, one in expected.items():
-        if one.is_floating_point():
+    for name, tensor in expected.items():
+        if tensor.is_floating_point():
             compared.append(found[name])
         else:
-            compared.append((found[name] == one).float().mean() >= ALIKE)
+            compared.append((found[name] == tensor).float().mean() >= MIN_EQUAL)
     return tuple(compared)

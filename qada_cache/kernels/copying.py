@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # target and source each, `[rows, heads, tokens, dim]`
 Copier = Callable[[Pairs, torch.device], None]  # `triton.copying.copy_tokens`
-# Of a head: to start a copy of its own takes the host longer than the bus takes for fewer. More are for the engines
-# that copy beside the processors.
+# The kernel copies up to so many bytes of a head from or to the host's memory: to start a copy for each head takes the
+# host longer than the bus. The device's copy engines copy more, while its processors compute.
 HOST_BYTES = 1 << 19
 
 
 def find_copier(pairs: Pairs, device: torch.device, kernels: str) -> Copier | None:
-    """What copies these, on the device or between it and the host's memory, in one launch on the current stream; None:
-    torch is to. `kernels` is one of `choice.KINDS`."""
+    """The function that copies these pairs in one launch on the current stream, on the device or between it and the
+    host's memory; None if torch has to copy them. `kernels` is one of `choice.KINDS`."""
     if kernels == "torch" or device.type not in AUTO_DEVICES:
         return None
     for pair in pairs:
@@ -43,8 +43,8 @@ def _count_head_bytes(part: Tensor) -> int:
 
 @functools.cache
 def _agrees(device: torch.device) -> bool:
-    """Whether Triton's kernel copies on this device; a warning, if it serves there and does not. The trial waits for
-    the device."""
+    """Whether Triton's kernel copies correctly on this device. If it runs there and does not, a warning says so. The
+    trial waits for the device."""
     like = torch.empty(1, 1, 1, 1, dtype=torch.float32, device=device)
     if explain_unsupported(like, like, like, None) is not None:
         return False  # decoding tokens needs the same, and warns of it
@@ -57,21 +57,21 @@ def _agrees(device: torch.device) -> bool:
 
 
 def find_copying_fault(copier: Copier, device: torch.device) -> str | None:
-    """The fault of a copier on this device, as of `reference.find_fault`, by made-up tokens that go to the host and
-    come back."""
-    made = torch.Generator("cpu").manual_seed(0)
-    tokens = torch.randn(2, 70, 3, 8, generator=made, dtype=torch.float32, device="cpu").transpose(1, 2)
+    """The fault of a copier on this device, as `reference.find_fault` says it. It copies random tokens to the host and
+    back."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randn(2, 70, 3, 8, generator=generator, dtype=torch.float32, device="cpu").transpose(1, 2)
     expected = torch.zeros(2, 3, 100, 8, dtype=torch.float32, device="cpu")
     expected[:, :, 30:] = tokens
 
     def compute() -> tuple[Tensor, ...]:
-        given, pinned = tokens.to(device), device.type == "cuda"
+        sent, pinned = tokens.to(device), device.type == "cuda"
         host = torch.zeros(expected.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
-        there, back = torch.zeros_like(given), torch.zeros_like(given)
-        copier([(host[:, :, 30:], given)], device)
-        copier([(there[:, :, :9], host[:, :, 30:39]), (there[:, :, 9:], host[:, :, 39:])], device)
-        copier([(back, there)], device)
-        found = back.cpu()  # which waits for what the host is to read
-        return host.clone(), found
+        received, copy = torch.zeros_like(sent), torch.zeros_like(sent)
+        copier([(host[:, :, 30:], sent)], device)
+        copier([(received[:, :, :9], host[:, :, 30:39]), (received[:, :, 9:], host[:, :, 39:])], device)
+        copier([(copy, received)], device)
+        copied = copy.cpu()  # it also waits until the kernel has written `host`
+        return host.clone(), copied
 
     return find_fault(compute, (expected, tokens))

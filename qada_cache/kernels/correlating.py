@@ -84,24 +84,26 @@ def find_correlating_fault(
 ) -> str | None:
     """The fault of `kernel`, a `take_in`, on this device, as `reference.find_fault` says it. It is tried on random
     tokens: on keys alone, and on values with keys."""
-    made = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     left, right = (
-        (torch.randn(ROWS, HEADS, sum(TOKENS), dim, generator=made, dtype=torch.float32, device="cpu") + 3).to(dtype)
+        (torch.randn(ROWS, HEADS, sum(TOKENS), dim, generator=generator, dtype=torch.float32, device="cpu") + 3).to(
+            dtype
+        )
         for dim, dtype in zip(dims, dtypes, strict=True)
     )
 
-    def compute(take: Callable, there: torch.device) -> tuple[Tensor, ...]:
-        values, keys = left.to(there), right.to(there)
-        means = [torch.empty(ROWS, HEADS, dim, dtype=torch.float32, device=there) for dim in (*dims, dims[1])]
+    def compute(take: Callable, target: torch.device) -> tuple[Tensor, ...]:
+        values, keys = left.to(target), right.to(target)
+        means = [torch.empty(ROWS, HEADS, dim, dtype=torch.float32, device=target) for dim in (*dims, dims[1])]
         shapes = dims, (dims[1], dims[1])
-        found = [torch.empty(ROWS, HEADS, *shape, dtype=torch.float32, device=there) for shape in shapes]
-        for each in (*means, *found):
-            each.fill_(torch.nan)  # of no tokens nothing is read
+        covariances = [torch.empty(ROWS, HEADS, *shape, dtype=torch.float32, device=target) for shape in shapes]
+        for moment in (*means, *covariances):
+            moment.fill_(torch.nan)  # the first call, with a count of 0, must not read them
         count = 0
-        for own_values, own_keys in zip(values.split(TOKENS, dim=2), keys.split(TOKENS, dim=2), strict=True):
-            take(count, (means[0], means[1]), found[0], own_values, own_keys)
-            take(count, (means[2], means[2]), found[1], own_keys, own_keys)
-            count += own_keys.shape[2]
-        return tuple(part.cpu() for part in (*means, *found))
+        for new_values, new_keys in zip(values.split(TOKENS, dim=2), keys.split(TOKENS, dim=2), strict=True):
+            take(count, (means[0], means[1]), covariances[0], new_values, new_keys)
+            take(count, (means[2], means[2]), covariances[1], new_keys, new_keys)
+            count += new_keys.shape[2]
+        return tuple(part.cpu() for part in (*means, *covariances))
 
     return find_fault(lambda: compute(kernel, device), compute(take_in_by_torch, torch.device("cpu")))

@@ -43,35 +43,36 @@ def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
             every = torch.arange(lengths[row], dtype=torch.int64, device=layer.bulk_keys.device)
             bulk.add_whole(slice(row, row + 1), slice(head, head + 1), *_gather(layer, row, head, every))
             _count(stored, every, lengths[row])
-    for one in chosen:
+    for selected in chosen:
         assert layer.sketch is not None
-        tokens = one.tokens.to(layer.bulk_keys.device)
-        bulk.add_chosen(one, *_gather(layer, one.row, one.head, tokens), layer.sketch)
-        _count(stored, tokens, lengths[one.row])
+        tokens = selected.tokens.to(layer.bulk_keys.device)
+        bulk.add_chosen(selected, *_gather(layer, selected.row, selected.head, tokens), layer.sketch)
+        _count(stored, tokens, lengths[selected.row])
     out, _ = bulk.merge(*local, flags)
     if stored.sketch is not None and stored.sketch_read_bytes is not None:
         for row, length in enumerate(lengths):
             readers = sum(selecting[row]) if selecting else 0
-            if stored.records is not None and length >= MIN_TOKENS:  # whose keys follow from the sketch
+            if stored.records is not None and length >= MIN_TOKENS:  # these decode keys from the sketch too
                 readers += sum(whole[row])
             stored.sketch_read_bytes += stored.sketch.count_read_bytes(length) * readers
     return out.reshape(*query.states.shape[:3], -1).to(dtype), flags
 
 
 def find_log_bulk(query: Query, kv_heads: int) -> Tensor:
-    """As told, or the larger estimate by moments, `[batch or 1, kv_heads, group, 1]` float32."""
+    """`query.log_bulk`, or without it the larger estimate by `query.moments`: float32 `[batch or 1, kv_heads, group,
+    1]`."""
     if query.log_bulk is not None:
         return query.log_bulk
     scoring: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling}
     estimates = [gaussian_log_bulk(query.states.float(), *moments, **scoring) for moments in query.moments]
-    return functools.reduce(torch.fmax, estimates)  # which takes a number before a nan
+    return functools.reduce(torch.fmax, estimates)  # it prefers a number to a nan
 
 
 def decode_records(layer: Operands, lengths: list[int]) -> Operands:
     """The same layer without records, in float32. It counts no bytes."""
     assert layer.records is not None
     assert layer.sketch is not None
-    held, weights, layout = layer.records, layer.records.weights, layer.records.layout
+    stored, weights, layout = layer.records, layer.records.weights, layer.records.layout
     longest, shared = max(lengths), is_shared(layer.bulk_keys, layer.bulk_values)
     keys, values = (
         part.new_zeros(*part.shape[:2], longest, part.shape[3], dtype=torch.float32)
@@ -81,32 +82,32 @@ def decode_records(layer: Operands, lengths: list[int]) -> Operands:
     for row, length in enumerate(lengths):
         closed, one = count_closed(length), slice(row, row + 1)
         if length >= MIN_TOKENS:
-            parts = held.tensor[one, :, :closed].to(held.open.device), held.open[one, :, : length - closed]
+            parts = stored.tensor[one, :, :closed].to(stored.open.device), stored.open[one, :, : length - closed]
             records, predicted = torch.cat(parts, dim=2), predict_keys(layer.sketch, one, length)
             keys[row, :, :length] = decode_keys(records, predicted, weights, layout)[0]
             if not shared:
                 values[row, :, :length] = decode_values(records, layout)[0]
             continue
-        for decoded, beside in ((keys, layer.bulk_keys), (values, layer.bulk_values)):
-            decoded[row, :, :length] = beside[row, :, :length]
+        for target, source in ((keys, layer.bulk_keys), (values, layer.bulk_values)):  # a bulk too short for records
+            target[row, :, :length] = source[row, :, :length]
     sketch = layer.sketch if layer.token_threshold > 0 else None
     local = layer.near_keys.float(), layer.near_values.float()
-    found = Operands(*local, keys, values, layer.logit_threshold, layer.group_rule, layer.token_threshold)
-    found.sketch = sketch
-    return found
+    decoded = Operands(*local, keys, values, layer.logit_threshold, layer.group_rule, layer.token_threshold)
+    decoded.sketch = sketch
+    return decoded
 
 
 def predict_keys(sketch: Sketch, rows: slice, tokens: int) -> Tensor:
-    """What the sketch says of the first `tokens` keys of rows, those of closed segments or all: float32 `[rows,
+    """The sketch's estimates of the first `tokens` keys of rows, those of closed segments or all: float32 `[rows,
     kv_heads, tokens, dim]`."""
-    made = {name: part[rows] for name, part in sketch.to_tensors().items()}
-    made |= {name: made[name][..., :tokens] for name in ("codes", "scales")}
-    of = torch.arange(tokens, dtype=torch.int64, device=sketch.codes.device) // SEGMENT_TOKENS
-    return estimate_keys(made, sketch.layout, of=of.clamp_max(count_segments(tokens) - 1))
+    fields = {name: part[rows] for name, part in sketch.to_tensors().items()}
+    fields |= {name: fields[name][..., :tokens] for name in ("codes", "scales")}
+    segments = torch.arange(tokens, dtype=torch.int64, device=sketch.codes.device) // SEGMENT_TOKENS
+    return estimate_keys(fields, sketch.layout, of=segments.clamp_max(count_segments(tokens) - 1))
 
 
 def _gather(layer: Operands, row: int, head: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values `[1, 1, tokens, dim]` of one head of a bulk, on the query's device."""
+    """Keys and values `[1, 1, tokens, dim]` of these tokens of a row's KV head, on the query's device."""
     keys, values = (
         part[row, head][tokens].to(layer.near_keys.device)[None, None] for part in (layer.bulk_keys, layer.bulk_values)
     )
@@ -114,7 +115,7 @@ def _gather(layer: Operands, row: int, head: int, tokens: Tensor) -> tuple[Tenso
 
 
 def _count(layer: Operands, tokens: Tensor, length: int) -> None:
-    """Count these tokens of one head of a bulk of `length`."""
+    """Add the bytes of these tokens of one KV head to the counter of bytes read; the bulk has `length` tokens."""
     if layer.bulk_read_bytes is None:
         return
     pair = layer.bulk_keys, layer.bulk_values

@@ -1,4 +1,4 @@
-"""Attention to latents by a kernel of Triton's, which is tried before it serves, or by torch's operations."""
+"""Attention to latents by Triton's kernel, once tried on the device, or by torch's operations."""
 
 import functools
 import logging
@@ -27,13 +27,13 @@ def attend_to_latents(
     `rank` channels are the values: `out` float32 `[batch, 1, queries, rank]` and `lse`."""
     if (kernel := find_latent_attention(query, latents, rank, kernels)) is not None:
         return kernel(query, latents, rank, scaling=scaling)
-    # The rotary channels of the values are computed and left out: so one tensor is keys and values.
+    # One tensor is keys and values, so the average over its rotary channels is computed too, and cut off.
     out, lse = partial_attention(query, latents, latents, scaling=scaling, kernels=kernels)
     return out[..., :rank], lse
 
 
 def find_latent_attention(query: Tensor, latents: Tensor, rank: int, kernels: str) -> Callable[..., tuple] | None:
-    """`triton.latents.attend_latents` where it computes such a call, else None; `kernels` is one of `choice.KINDS`."""
+    """`triton.latents.attend_latents` if it computes such a call, else None; `kernels` is one of `choice.KINDS`."""
     dim = query.shape[3]
     packed = latents.stride()[2:] == (dim, 1) and latents.stride(0) % dim == 0
     if not packed or not _is_served(query, latents, rank, kernels, _find_latent_fault):
@@ -46,10 +46,10 @@ def find_latent_attention(query: Tensor, latents: Tensor, rank: int, kernels: st
 def find_recorded_attention(
     query: Tensor, like: Tensor, rank: int, kernels: str, layout: Layout, records: RecordLayout
 ) -> Callable[..., tuple] | None:
-    """Likewise `triton.latents.attend_recorded_latents`, of latents `like` these in such records, behind a sketch of
-    this `layout`."""
-    trial = functools.partial(_find_record_fault, layout=layout, records=records)
-    if not _is_served(query, like, rank, kernels, trial):
+    """`triton.latents.attend_recorded_latents` if it computes such a call, else None. The latents have the shape and
+    dtype of `like`. They lie in `records`, with a sketch of this `layout`."""
+    find_kernel_fault = functools.partial(_find_record_fault, layout=layout, records=records)
+    if not _is_served(query, like, rank, kernels, find_kernel_fault):
         return None
     from .triton.latents import attend_recorded_latents
 
@@ -57,7 +57,7 @@ def find_recorded_attention(
 
 
 def _is_served(query: Tensor, latents: Tensor, rank: int, kernels: str, find_kernel_fault: Callable) -> bool:
-    """Whether a kernel of Triton's computes such calls; if it is not right, a warning says so."""
+    """Whether Triton's kernel computes such calls; if it cannot, or is wrong, a warning says so."""
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return False
     if torch.is_grad_enabled() and query.requires_grad:
@@ -75,21 +75,24 @@ def _is_served(query: Tensor, latents: Tensor, rank: int, kernels: str, find_ker
 
 @functools.cache
 def _find_latent_fault(device: torch.device, dtype: torch.dtype, dim: int, rank: int) -> str | None:
-    """As `decode_trial.find_decode_fault`, of two rows of a buffer, which is nan behind their tokens."""
+    """The fault of `attend_latents` on this device, as `reference.find_fault` says it. It is tried on two rows of a
+    buffer, which is nan behind their tokens."""
     from .triton.latents import attend_latents
 
-    made, scaling = torch.Generator("cpu").manual_seed(0), dim**-0.5
-    query, held = (
-        torch.randn(2, 1, tokens, dim, generator=made, dtype=torch.float32, device="cpu").to(dtype)
+    generator, scaling = torch.Generator("cpu").manual_seed(0), dim**-0.5
+    query, buffer = (
+        torch.randn(2, 1, tokens, dim, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         for tokens in (TRIED_QUERIES, TRIED_TOKENS + 9)
     )
-    latents = held[:, :, :TRIED_TOKENS].clone()
-    held[:, :, TRIED_TOKENS:] = torch.nan
+    latents = buffer[:, :, :TRIED_TOKENS].clone()
+    buffer[:, :, TRIED_TOKENS:] = torch.nan
     out, lse = partial_attention(query, latents, latents, scaling=scaling, kernels="torch")
 
     def compute() -> tuple[Tensor, ...]:
-        found, sums = attend_latents(query.to(device), held.to(device)[:, :, :TRIED_TOKENS], rank, scaling=scaling)
-        return found.to(dtype).cpu(), sums.cpu()
+        kernel_out, kernel_lse = attend_latents(
+            query.to(device), buffer.to(device)[:, :, :TRIED_TOKENS], rank, scaling=scaling
+        )
+        return kernel_out.to(dtype).cpu(), kernel_lse.cpu()
 
     return find_fault(compute, (out[..., :rank].to(dtype), lse))
 
@@ -98,12 +101,13 @@ def _find_latent_fault(device: torch.device, dtype: torch.dtype, dim: int, rank:
 def _find_record_fault(
     device: torch.device, dtype: torch.dtype, dim: int, rank: int, *, layout: Layout, records: RecordLayout
 ) -> str | None:
-    """Likewise, of two segments in records, behind which bytes are 255."""
+    """The fault of `attend_recorded_latents`, as `_find_latent_fault`. It is tried on two segments in records, behind
+    which all bytes are 255."""
     from .triton.latents import attend_recorded_latents
 
-    made, scaling, tokens = torch.Generator("cpu").manual_seed(0), dim**-0.5, SEGMENT_TOKENS + LAST_TOKENS
+    generator, scaling, tokens = torch.Generator("cpu").manual_seed(0), dim**-0.5, SEGMENT_TOKENS + LAST_TOKENS
     query, keys = (
-        torch.randn(2, 1, count, dim, generator=made, dtype=torch.float32, device="cpu")
+        torch.randn(2, 1, count, dim, generator=generator, dtype=torch.float32, device="cpu")
         for count in (TRIED_QUERIES, tokens)
     )
     query, energies = query.to(dtype), torch.linspace(0.1, 2, dim, dtype=torch.float32, device="cpu")[None]
@@ -111,15 +115,16 @@ def _find_record_fault(
     predicted, weights = predict_keys(sketch, slice(2), tokens), find_query_weights(energies, dim, keys.device)
     coded = code_tokens(keys, keys[..., :0], predicted, weights, records)
     latents = decode_keys(coded, predicted, weights, records).to(dtype)
-    held = torch.nn.functional.pad(fit_records(coded, records.find_stride(device)), (0, 0, 0, 9), value=255).to(device)
+    fitted = fit_records(coded, records.find_stride(device))
+    buffer = torch.nn.functional.pad(fitted, (0, 0, 0, 9), value=255).to(device)
     out, lse = partial_attention(query, latents, latents, scaling=scaling, kernels="torch")
 
     def compute() -> tuple[Tensor, ...]:
         arguments = sketch.map(lambda part: part.to(device)), weights.to(device), records, rank
         segments = count_segments(tokens)
-        found, sums = attend_recorded_latents(
-            query.to(device), held[:, :, :tokens], *arguments, scaling=scaling, segments=segments
+        kernel_out, kernel_lse = attend_recorded_latents(
+            query.to(device), buffer[:, :, :tokens], *arguments, scaling=scaling, segments=segments
         )
-        return found.to(dtype).cpu(), sums.cpu()
+        return kernel_out.to(dtype).cpu(), kernel_lse.cpu()
 
     return find_fault(compute, (out[..., :rank].to(dtype), lse))

@@ -1,7 +1,8 @@
-"""Attention of the newest tokens over themselves, causally, and over all before them, in one call.
+"""Attention of the newest tokens over themselves, causally, and over all tokens before them, in one call.
 
-Torch's flash attention computes it with fewer KV heads than query heads, and aligns a causal mask with the last token.
-Both are tried before their first use on a device, as in `kernels/__init__.py`. On CPUs our kernel for prompts does it.
+Torch's flash attention computes this: it takes fewer KV heads than query heads, and aligns a causal mask with the last
+token. Both are tried before their first use on a device, as in `kernels/__init__.py`. On CPUs our kernel for prompts
+computes it.
 """
 
 import functools
@@ -17,8 +18,8 @@ from .reference import find_fault, merge_partials
 
 logger = logging.getLogger(__name__)
 
-NAME = "_scaled_dot_product_flash_attention"  # the operator that takes such calls
-TRIED = 5, 300  # queries, tokens
+NAME = "_scaled_dot_product_flash_attention"  # the one operator for such calls
+TRIED = 5, 300  # queries and tokens of a trial
 
 
 def attend_to_all(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -33,7 +34,7 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, 
     if (operator := _find_grouped(query, key, value)) is not None:
         return operator.attend(query, key, value, scaling, causal)
     past = key.shape[2] - (queries if causal else 0)
-    found = None
+    over_past = None
     if past:
         out, lse = partial_attention(
             query.reshape(len(query), key.shape[1], group * queries, -1),
@@ -41,17 +42,17 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, 
             value[:, :, :past],
             scaling=scaling,
         )
-        found = out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])
+        over_past = out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])
     if not causal:
-        assert found is not None
-        return found
-    own = (part[:, :, past:].repeat_interleave(group, dim=1) for part in (key, value))
-    last = partial_attention(query, *own, scaling=scaling, causal=True)
-    return last if found is None else merge_partials(*found, *last)
+        assert over_past is not None
+        return over_past
+    new = (part[:, :, past:].repeat_interleave(group, dim=1) for part in (key, value))
+    over_new = partial_attention(query, *new, scaling=scaling, causal=True)
+    return over_new if over_past is None else merge_partials(*over_past, *over_new)
 
 
 def _find_grouped(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
-    """Flash attention, where it serves, and agrees."""
+    """Flash attention, if it takes these tensors and agrees with plain torch; else None."""
     operator = find_operator(query, key, value)
     if operator is None or operator.name != NAME:
         return None
@@ -60,7 +61,7 @@ def _find_grouped(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
 
 @functools.cache
 def _agrees(operator: Operator, device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether it computes such calls; a warning, if not."""
+    """Whether the operator agrees with plain torch in such calls; if not, a warning says so once."""
     if (wrong := find_grouped_fault(operator, device, dtype, dim)) is None:
         return True
     warn_once(
@@ -72,10 +73,10 @@ def _agrees(operator: Operator, device: torch.device, dtype: torch.dtype, dim: i
 
 
 def find_grouped_fault(operator: Operator, device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
-    """An operator's fault in such calls, as of `reference.find_fault`."""
-    made, (queries, tokens) = torch.Generator("cpu").manual_seed(0), TRIED
+    """The operator's fault in such calls, as `reference.find_fault` says it."""
+    generator, (queries, tokens) = torch.Generator("cpu").manual_seed(0), TRIED
     query, key, value = (
-        torch.randn(2, heads, count, dim, generator=made, dtype=torch.float32, device="cpu").to(dtype)
+        torch.randn(2, heads, count, dim, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         for heads, count in ((6, queries), (2, tokens), (2, tokens))
     )
     key[:, :, -queries:] = query[:, ::3]  # a query's own token, and those of the next ones, get much of its attention
@@ -90,7 +91,7 @@ def find_grouped_fault(operator: Operator, device: torch.device, dtype: torch.dt
 
     def compute() -> tuple[Tensor, ...]:
         states, keys, values = (part.to(device) for part in (query, key, value))
-        found = [operator.attend(states, keys, values, scaling, causal) for causal in (True, False)]
-        return tuple(part.cpu() for out, lse in found for part in (out.to(dtype), lse))
+        results = [operator.attend(states, keys, values, scaling, causal) for causal in (True, False)]
+        return tuple(part.cpu() for out, lse in results for part in (out.to(dtype), lse))
 
     return find_fault(compute, tuple(expected))

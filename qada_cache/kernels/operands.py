@@ -1,6 +1,6 @@
-"""What one call of one layer is told, for torch and for all kernels, and checks before addresses are taken.
+"""The arguments of one call of one layer, for torch and for all kernels, and their checks.
 
-`Query` is what the model asks, `Rows` what a pass says of every row, `Operands` what a layer has.
+`Query` has the model's queries, `Rows` the tokens that queries see of every row, `Operands` the layer's tokens.
 """
 
 from collections.abc import Sequence
@@ -23,40 +23,41 @@ Moments = tuple[Tensor, Tensor, Tensor]  # as `gaussian_log_bulk` takes them: me
 
 @dataclass(eq=False)
 class Query:
-    """What a model asks of one call of one layer."""
+    """The model's queries in one call of one layer, and how they are scored."""
 
     states: Tensor  # `[batch, heads, queries, dim]`
     scaling: float  # of the scores
     softcap: float | None = None  # as for `reference.partial_attention`; no kernel caps scores
     sink_logits: Tensor | None = None  # learned, `[heads]`: one more score a head, of a token whose value is zero
     valid: Tensor | None = None  # bool `[batch, queries]` on the host, False for padding; None without padding
-    # Which of the call's tokens each of them sees, bool `[batch or 1, queries, queries]` on their device; None: causal.
+    # Which of the call's tokens each query sees, bool `[batch or 1, queries, queries]` on the device; None: causal.
     visible: Tensor | None = None
-    # `log A_bulk`, float32 `[batch or 1, kv_heads, group, queries or 1]`: nan says as little as infinity. None: it is
-    # known when all of the bulk is read ("oracle"), which no kernel does.
+    # `log A_bulk`, float32 `[batch or 1, kv_heads, group, queries or 1]`; nan has the effect of infinity. None: it is
+    # computed from the whole bulk ("oracle"), which no kernel does, or by `moments`.
     log_bulk: Tensor | None = None
-    # Or what a kernel is to estimate it by, of a single query a row: moments of one prompt or two, of all rows or each.
+    # Moments of one prompt or two, of all rows or of each. Without `log_bulk`, a kernel estimates it by these, for one
+    # query a row.
     moments: Sequence[Moments] = ()
-    # Each row's key and value `[batch, kv_heads, 1, *]`, for the CPU's kernel to put into the last column first.
+    # Each row's new key and value `[batch, kv_heads, 1, *]`. The CPU's kernel first writes them into the last column.
     unstored: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(eq=False)
 class Rows:
-    """What the queries of a pass see of each row, for all layers; `rows` is 1 if all are alike. OperandError, if the
-    tensors do not fit each other, or a length is negative.
+    """The tokens that the queries of a pass see in each row, for all layers; `rows` is 1 if all rows are equal.
+    OperandError, if the tensors do not fit each other, or a length is negative.
 
     A query's tokens are its local ones (sinks and window, itself included) and its bulk, which is the first
     `bulk_lengths` tokens of the bulk buffers and the `pending` columns of the near buffers.
     """
 
     local: Tensor  # bool `[rows, 1, queries, columns]`, of the first columns of the near buffers
-    pending: Tensor  # likewise, none of them local
+    pending: Tensor  # bool `[rows, 1, queries, columns]`; no column is both local and pending
     bulk_tokens: Tensor  # int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query
-    bulk_lengths: Tensor  # int64 `[rows]`: of these, tokens that have left the near buffer
+    bulk_lengths: Tensor  # int64 `[rows]`: bulk tokens in the bulk buffers, which are not pending
     decided: Tensor  # bool `[rows, 1, queries]`, False for a padding query, whose output is finite and unused
-    decisions: int = 0  # how many (row, query) pairs over the whole batch are decided about: `decided`, with a bulk
-    dense_tokens: int = 0  # in the stored bulks of rows with such a query, over the whole batch
+    decisions: int = 0  # number of (row, query) pairs of the whole batch that are `decided` and have a bulk
+    dense_tokens: int = 0  # tokens in the stored bulks of rows with such a query, over the whole batch
     # Bulk tokens, rounded for another prompt's moments (`rotation.round_length`): of queries that are decided about,
     # each once, ascending; of each row's last query, one for all rows if they agree.
     query_moment_lengths: tuple[int, ...] = ()
@@ -64,11 +65,11 @@ class Rows:
     queries: int = field(init=False)  # of each row
     columns: int = field(init=False)  # of the near buffers
     device: torch.device = field(init=False)
-    number: int = field(init=False)  # the greatest `rows`
-    longest: int | None = field(init=False, default=None)  # length; None where to look would be to wait for the device
-    longest_open: int = field(init=False, default=0)  # of these, outside of closed segments
-    derived: Any = field(init=False, default=None, repr=False)  # a kernel's
-    split: dict[Any, "Rows"] = field(init=False, default_factory=dict, repr=False)  # `turn.py`'s: into single queries
+    number: int = field(init=False)  # rows of the tensor that has most
+    longest: int | None = field(init=False, default=None)  # greatest of `bulk_lengths`; None on a GPU
+    longest_open: int = field(init=False, default=0)  # most tokens of a row outside of closed segments
+    derived: Any = field(init=False, default=None, repr=False)  # a kernel's own preparations of these rows
+    split: dict[Any, "Rows"] = field(init=False, default_factory=dict, repr=False)  # rows of a query each, by `turn.py`
 
     def __post_init__(self) -> None:
         (self.queries, self.columns), self.device = self.local.shape[2:], self.local.device
@@ -95,7 +96,7 @@ class Rows:
                 raise OperandError("bulk_lengths", lengths, "of tokens, which are not negative")
 
     def __deepcopy__(self, memo: dict) -> "Rows":
-        return self  # nothing in it ever changes
+        return self  # it is immutable
 
     @cached_property
     def log_tokens(self) -> Tensor:
@@ -111,10 +112,10 @@ class Rows:
 
 
 def _describe_query(query: Query) -> tuple[Any, ...]:
-    """What a kernel's derived values depend on of a query."""
-    like = query.states.shape, query.states.dtype, query.states.device, query.scaling
+    """The properties of a query on which a kernel's preparations in `Operands.bound` depend."""
+    kind = query.states.shape, query.states.dtype, query.states.device, query.scaling
     parts = (query.log_bulk, query.sink_logits, *chain(*query.moments))
-    return *like, *(None if part is None else _describe_part(part) for part in parts)
+    return *kind, *(None if part is None else _describe_part(part) for part in parts)
 
 
 def _describe_part(part: Tensor) -> tuple[Any, ...]:
@@ -123,37 +124,38 @@ def _describe_part(part: Tensor) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class Operands:
-    """What a layer has for its queries: its tokens, how its heads decide and select, and what is counted. None of it is
-    another as long as the layer's storage is of one version.
+    """A layer's tokens, how its heads decide and select, and its counters. All fields stay the same until the version
+    of the layer's storage changes.
 
     Columns of the near buffers that no query sees, tokens past `Rows.bulk_lengths`, and the bulk buffers of KV heads
     without a flagged head are not read and may hold anything, nan included.
     """
 
     near_keys: Tensor  # `[batch, kv_heads, columns or more, dim]`, in the dtype of queries, as all keys and values
-    near_values: Tensor  # likewise, of `value_dim`
+    near_values: Tensor  # `[batch, kv_heads, columns or more, value_dim]`
     bulk_keys: Tensor  # `[batch, kv_heads, capacity, dim]`; with `records` those that follow closed segments
-    bulk_values: Tensor  # likewise, of `value_dim`; both values may be the first channels of keys, where these lie
+    bulk_values: Tensor  # `[batch, kv_heads, capacity, value_dim]`; all values may be the first channels of their keys
     logit_threshold: float  # as for `criterion.find_long_context`
     group_rule: str = "head"  # as for `criterion.decide_for_groups`
     token_threshold: float = 0.0  # as for `sketch.selection.select_tokens`
-    # Of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of `select_tokens` if the
-    # bulk has `MIN_TOKENS` and more. A group reads all if one of its long-context heads finds the sketch `unreliable`,
-    # and so does every group without a sketch.
+    # The sketch of the bulk's keys, with room for as many tokens. With it, a KV head reads the tokens of
+    # `select_tokens` if the bulk has `MIN_TOKENS` or more. A group reads all tokens if one of its long-context heads
+    # finds the sketch unreliable (`find_unreliable`), and so does every group without a sketch.
     sketch: Sketch | None = None
-    # With a sketch: what bulks of `MIN_TOKENS` and more lie in. Without a token threshold it then selects nothing.
+    # With a sketch, bulks of `MIN_TOKENS` or more may lie in records. Without a token threshold, nothing is selected
+    # then.
     records: Records | None = None
     bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
-    sketch_read_bytes: Tensor | None = None  # int64 `[]`: likewise, of the sketch
-    # int32 `[rows, kv_heads, 2 + capacity]`: takes needed bytes if no counter does, those of a head's sketch, of a head
-    # that is read whole without one, and of each token. Queries that share a row write the same.
+    sketch_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the sketch are added to it
+    # int32 `[rows, kv_heads, 2 + capacity]`, for needed bytes if there are no counters: of a head's sketch, of a head
+    # that is read whole without a sketch, and of each token. Queries that share a row write the same numbers.
     marks: Tensor | None = None
     checked_for: tuple[Any, ...] = field(default=(), init=False, repr=False)  # the kind of the last call's query
-    bound: Any = field(default=None, init=False, repr=False)  # what a kernel made of both; None before it has
+    bound: Any = field(default=None, init=False, repr=False)  # a kernel's own preparations for such queries
 
     @property
     def kv_heads(self) -> int:
-        """Of the layer."""
+        """The number of KV heads of the layer."""
         return self.near_keys.shape[1]
 
     @property
@@ -163,7 +165,7 @@ class Operands:
 
     @property
     def decodes(self) -> bool:
-        """Whether records are of keys alone, which are decoded, as their channels are values."""
+        """Whether records hold keys alone. Kernels decode these, as values are channels of them."""
         return self.records is not None and self.shares_keys
 
 
@@ -173,9 +175,11 @@ def is_shared(keys: Tensor, values: Tensor) -> bool:
 
 
 def check(query: Query, rows: Rows, layer: Operands, *, shares: bool = False) -> None:
-    """Raise OperandError unless a kernel that goes by the query's sizes and dtype reads within all tensors of a step,
-    of which each row is that of several queries side by side if it `shares` them. A layer is looked at once for queries
-    of one kind; rows were when made."""
+    """Raise OperandError unless all tensors of a step have the sizes, dtypes and layout that a kernel derives from the
+    query. If it `shares` rows, a row of the layer may be that of several neighbouring queries.
+
+    A layer is checked once for all queries of one kind. `Rows` checks itself.
+    """
     kind = _describe_query(query)
     if layer.checked_for != kind:
         layer.checked_for, layer.bound = (), None
@@ -209,7 +213,7 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
     if queries != 1 or not kv_heads or heads % kv_heads:
         raise OperandError("query", describe(states), f"of one token and a multiple of {kv_heads} heads")
     shape = batch, kv_heads, heads // kv_heads, 1
-    held = len(layer.near_keys) if shares and batch % max(1, len(layer.near_keys)) == 0 else batch
+    stored_rows = len(layer.near_keys) if shares and batch % max(1, len(layer.near_keys)) == 0 else batch
     fits = mass is not None and (mass.dtype, mass.device) == (torch.float32, device) and mass.is_contiguous()
     wrong = mass is None or not fits or tuple(mass.shape) not in (shape, (1, *shape[1:]))
     if wrong and (mass is not None or not query.moments):
@@ -222,7 +226,9 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
     for near, place in (("near", device), ("bulk", layer.bulk_keys.device)):
         tokens = getattr(layer, f"{near}_keys").shape[2]
         for name, size in ((f"{near}_keys", dim), (f"{near}_values", value_dim)):
-            check_tensor(name, getattr(layer, name), states.dtype, (held, kv_heads, tokens, size), place, packed=1)
+            check_tensor(
+                name, getattr(layer, name), states.dtype, (stored_rows, kv_heads, tokens, size), place, packed=1
+            )
     counters = ("bulk_read_bytes", "sketch_read_bytes")
     expected: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...], torch.device]]
     expected = [(name, getattr(layer, name), torch.int64, (), device) for name in counters]
@@ -240,13 +246,15 @@ def _check_layer(query: Query, layer: Operands, shares: bool) -> None:
             size, recorded = records.layout.find_stride(device), records.tensor.shape[2]
             following = records.open.shape[2]
             place = device if records.tensor.device == device else torch.device("cpu")
-            expected.append(("records", records.tensor, torch.uint8, (held, kv_heads, recorded, size), place))
-            expected.append(("open_records", records.open, torch.uint8, (held, kv_heads, following, size), device))
+            expected.append(("records", records.tensor, torch.uint8, (stored_rows, kv_heads, recorded, size), place))
+            expected.append(
+                ("open_records", records.open, torch.uint8, (stored_rows, kv_heads, following, size), device)
+            )
             expected.append(("record_weights", records.weights, torch.float32, (kv_heads, dim), device))
         if capacity < room:
             raise OperandError("scales", describe(layer.sketch.scales), f"of {room} tokens or more")
         for name, (dtype, shape) in list_fields(dim, value_dim, words, capacity).items():
-            expected.append((name, getattr(layer.sketch, name), dtype, (held, kv_heads, *shape), device))
+            expected.append((name, getattr(layer.sketch, name), dtype, (stored_rows, kv_heads, *shape), device))
     for name, part, dtype, wanted, place in expected:
         if part is not None:
             check_tensor(name, part, dtype, wanted, place)

@@ -1,4 +1,4 @@
-"""Which kernel of Triton's reads a prompt by selection: asked once, and tried before it serves."""
+"""The choice of a Triton kernel that reads a prompt by selection; it is tried before its first use on a device."""
 
 import functools
 import logging
@@ -13,17 +13,21 @@ from .reference import find_fault, partial_attention
 from .sampled_prompt import BLOCK, SHARES, SHORT, encode, find_block, find_probabilities
 
 logger = logging.getLogger(__name__)
-MAX_DIM = 256  # of heads, of which a program holds a block of queries and blocks of keys
-MIN_TOKENS = 1024  # of a prompt: a shorter one takes no time
-TRIED_TOKENS, LOW, HIGH = 300, 1e-9, 100.0  # at the low threshold every token is read
+MAX_DIM = 256  # channels of a head: a program holds a block of queries and blocks of keys
+MIN_TOKENS = 1024  # of a prompt; selecting saves no time in a shorter one
+# Tokens and thresholds of a trial: at the low threshold every token is read.
+TRIED_TOKENS, LOW_THRESHOLD, HIGH_THRESHOLD = 300, 1e-9, 100.0
 
 
 def find_selected_attention(
     query: Tensor, key: Tensor, value: Tensor, kernels: str, lengths: Iterable[int], *, past: int = 0
 ) -> Callable[..., Tensor] | None:
-    """`triton.selected_prompt.selected_attention` where it computes such a prompt, or such a chunk of one, of shapes as
-    there but for `past` tokens that are still to be joined; else None, and it is read exactly. `lengths` are of rows'
-    whole prompts, without padding; `kernels` is one of `choice.KINDS`."""
+    """`triton.selected_prompt.selected_attention` if it computes such a prompt, or such a chunk of one; else None, and
+    the prompt is read exactly.
+
+    Shapes are as there, but `key` and `value` do not have the first `past` tokens yet. `lengths` are tokens of rows'
+    whole prompts, without padding. `kernels` is one of `choice.KINDS`.
+    """
     if kernels == "torch" or (kernels == "auto" and query.device.type not in AUTO_DEVICES):
         return None
     heads, queries, dim = query.shape[1:]
@@ -54,25 +58,26 @@ def find_selected_attention(
 def _find_prompt_fault(
     device: torch.device, dtype: torch.dtype, *, group: int, dim: int, value_dim: int, block: int
 ) -> str | None:
-    """As `decode_trial.find_decode_fault`, of a short prompt, or the beginning of one, of which everything is read; and
-    of one block's probabilities at a higher threshold, which a rounded code may change by a little."""
+    """The fault of `selected_attention` on this device, as `reference.find_fault` says it. At `LOW_THRESHOLD` it is
+    tried on a short prompt, or the beginning of one, of which it reads everything. At `HIGH_THRESHOLD` one block's
+    probabilities are compared, which rounding of codes may change a little."""
     from .triton import selected_prompt
 
-    made = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     shapes = (2 * group, dim), (2, dim), (2, value_dim)
     call = [
-        torch.randn(1, heads, TRIED_TOKENS, size, generator=made, dtype=torch.float32, device="cpu").to(dtype)
+        torch.randn(1, heads, TRIED_TOKENS, size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         for heads, size in shapes
     ]
     keys, values = (part.repeat_interleave(group, dim=1) for part in call[1:])
     end, code_type = SHORT if block == BLOCK else TRIED_TOKENS, selected_prompt.find_code_type(dtype, device)
     scoring = {"scaling": dim**-0.5, "sinks": 1}
-    sharing = scoring | {"threshold": HIGH, "stride": 16}
+    sharing = scoring | {"threshold": HIGH_THRESHOLD, "stride": 16}
 
     def compute() -> tuple[Tensor, ...]:
         query, key, value = (part.to(device) for part in call)
         out = query.new_zeros(*query.shape[:3], value_dim)
-        reading = scoring | {"threshold": LOW, "window": 1, "end": end}
+        reading = scoring | {"threshold": LOW_THRESHOLD, "window": 1, "end": end}
         pairs = selected_prompt.selected_attention(query, key, value, out=out, **reading)
         coded = encode(key, code_type)
         shares = selected_prompt.find_shares(query, *coded, 1, 1, **sharing, block=block)[:, 0, :block]

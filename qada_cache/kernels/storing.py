@@ -1,5 +1,5 @@
-"""Which implementation stores a token and estimates its bulk's attention: Triton's kernel before its decode kernels, on
-a GPU once tried there; else torch."""
+"""Which implementation stores a token and estimates `log A_bulk` by moments: on a GPU Triton's kernel, launched before
+the decode kernels and once tried there; else torch."""
 
 import functools
 import logging
@@ -15,19 +15,19 @@ from .operands import Query
 from .reference import find_fault
 
 logger = logging.getLogger(__name__)
-BATCH, KV_HEADS, COLUMNS = 2, 3, 9  # of a trial
+BATCH, KV_HEADS, COLUMNS = 2, 3, 9  # sizes of a trial
 
 
 class Storer(Protocol):
     """`triton.storing.Storer`, made of near buffers and the number of query heads."""
 
     def store(self, query: Query, place: int | Tensor) -> None:
-        """Put `query.unstored` into column `place`; by `query.moments` `query.log_bulk` is estimated."""
+        """Write `query.unstored` into column `place`. If there are `query.moments`, set `query.log_bulk` by them."""
 
 
 def make_storer(kernels: str, near_keys: Tensor, near_values: Tensor, heads: int) -> Storer | None:
-    """What stores tokens in these buffers, as of `Operands`, before Triton's decode kernel reads them; None: torch is
-    to. `kernels` is one of `choice.KINDS`."""
+    """The `Storer` for these buffers, those of `Operands`, before Triton's decode kernel reads them; None if torch has
+    to store tokens. `heads` are query heads. `kernels` is one of `choice.KINDS`."""
     device, dim, value_dim = near_keys.device, near_keys.shape[3], near_values.shape[3]
     if near_keys.dtype != near_values.dtype or (kernels == "auto" and device.type not in AUTO_DEVICES):
         return None
@@ -48,31 +48,31 @@ def make_storer(kernels: str, near_keys: Tensor, near_values: Tensor, heads: int
 def find_storing_fault(
     make: type, device: torch.device, dtype: torch.dtype, *, group: int, dim: int, value_dim: int
 ) -> str | None:
-    """The fault of a `triton.storing.Storer` on this device, as of `reference.find_fault`, by a made-up token; the
-    answer is kept for the process."""
-    made = torch.Generator("cpu").manual_seed(0)
+    """The fault of a `triton.storing.Storer` on this device, as `reference.find_fault` says it, with a random token. It
+    is computed once a process."""
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=made, dtype=torch.float32, device="cpu")
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
     states, scaling = draw(BATCH, KV_HEADS * group, 1, dim).to(dtype), 1 / dim
     new = [draw(BATCH, KV_HEADS, 1, size).to(dtype) for size in (dim, value_dim)]
     near = [draw(BATCH, KV_HEADS, COLUMNS, size).to(dtype) for size in (dim, value_dim)]
-    # Of one prompt for all rows, and of one for each; the estimates of either are the larger ones of some heads.
+    # Moments of one prompt for all rows, and of one for each row. Each estimate is the larger one in some heads.
     moments = [
         (draw(rows * KV_HEADS, 1, dim), draw(rows * KV_HEADS, dim, dim), 7 + draw(rows, 1, 1, 1)) for rows in (1, BATCH)
     ]
     log_bulk = find_log_bulk(Query(states, scaling, moments=moments), KV_HEADS)
     expected = [part.clone() for part in near]
-    for held, part in zip(expected, new, strict=True):
-        held[:, :, 4:5] = part
+    for buffer, part in zip(expected, new, strict=True):
+        buffer[:, :, 4:5] = part
 
     def compute() -> tuple[Tensor, ...]:
-        held = [part.to(device) for part in near]
+        buffers = [part.to(device) for part in near]
         query = Query(states.to(device), scaling, unstored=(new[0].to(device), new[1].to(device)))
         query.moments = [(mean.to(device), spread.to(device), count.to(device)) for mean, spread, count in moments]
-        make(*held, KV_HEADS * group).store(query, 4)
+        make(*buffers, KV_HEADS * group).store(query, 4)
         assert query.log_bulk is not None
-        return tuple(part.cpu() for part in (query.log_bulk, *held))
+        return tuple(part.cpu() for part in (query.log_bulk, *buffers))
 
     return find_fault(compute, (log_bulk, *expected))

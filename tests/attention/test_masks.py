@@ -112,7 +112,7 @@ def test_blocks_of_a_long_call_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> N
     wanted = verify(model, dynamic(model), 60)
     monkeypatch.setattr(kernels, "QUERY_BLOCK", 7)
     monkeypatch.setattr(kernels, "KEY_BLOCK", 5)
-    monkeypatch.setattr(kernels, "HELD", 1)
+    monkeypatch.setattr(kernels, "MAX_BLOCK_NUMBERS", 1)
     assert (verify(model, exact(model), 60) - wanted).abs().max() < 1e-3
 
 

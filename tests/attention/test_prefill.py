@@ -57,7 +57,7 @@ def test_no_tensor_of_a_long_turn_is_of_queries_times_keys(
     if not operators:
         monkeypatch.setattr(kernels, "find_operator", lambda *_: None)
         monkeypatch.setattr(kernels, "QUERY_BLOCK", 32)
-        monkeypatch.setattr(kernels, "HELD", 1 << 12)
+        monkeypatch.setattr(kernels, "MAX_BLOCK_NUMBERS", 1 << 12)
     model, largest = tiny(vocab_size=8, num_hidden_layers=1), []
     model.set_attn_implementation(attention)
     for tokens in (160, 320):

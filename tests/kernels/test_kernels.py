@@ -88,7 +88,7 @@ def test_blocks_equal_whole(causal: bool, monkeypatch: pytest.MonkeyPatch) -> No
     """Queries and keys in blocks that divide neither: the path without a fused kernel, bounded in memory."""
     monkeypatch.setattr(kernels, "QUERY_BLOCK", 32)
     monkeypatch.setattr(kernels, "KEY_BLOCK", 50)
-    monkeypatch.setattr(kernels, "HELD", 1)
+    monkeypatch.setattr(kernels, "MAX_BLOCK_NUMBERS", 1)
     query, key, value = tensors(111, 111, value_dim=24)
     mask = torch.ones(111, 111, dtype=torch.bool)
     mask = mask.tril() if causal else mask

@@ -19,11 +19,11 @@ from .addresses import CPU, find_address
 from .building import build_library, check_memory
 
 MIN_TOKENS = 1024  # fewer keys are not worth a build
-MAX_QUERIES = 16  # a power of two; more are compute enough for torch's kernel, which multiplies matrices
+MAX_QUERIES = 16  # a power of two; torch's kernel, which multiplies matrices, serves more queries
 THREAD_TOKENS = 512  # a thread's part of a head's keys is at least this long
 ELEMENTS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 SOURCE = Path(__file__).with_name("attention.cpp")
-# What the definition in Python says of a sketch.
+# Macros of `SOURCE`, so that it reads a sketch as `sketch/` defines it.
 CONSTANTS = {
     "QUERY_LEVELS": codec.QUERY_LEVELS, "MIN_PEAK": codec.MIN_PEAK, "HADAMARD": HADAMARD, "WORD_BITS": WORD_BITS,
     "HOPELESS": selection.HOPELESS,
@@ -31,8 +31,8 @@ CONSTANTS = {
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, beside: int = 0) -> bool:
-    """Whether `compiled_partial_attention` computes this call, but for the build (shapes as there). So many tokens are
-    elsewhere."""
+    """Whether `compiled_partial_attention` computes this call (shapes as there), if the build succeeds. `beside` are
+    further tokens of the same attention, which lie elsewhere."""
     return (
         query.device.type == key.device.type == value.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype
@@ -45,17 +45,17 @@ def supports(query: Tensor, key: Tensor, value: Tensor, beside: int = 0) -> bool
 
 
 def supports_sizes(dtype: torch.dtype, dim: int, value_dim: int, queries: int) -> bool:
-    """Whether there are kernels for so many queries of a KV head."""
+    """Whether there are kernels for this dtype, these channels, and so many queries of a KV head."""
     return dtype in ELEMENTS and 1 <= queries <= MAX_QUERIES and dim % 8 == value_dim % 8 == 0
 
 
 def split_heads(heads: int) -> int:
-    """Of so many that share a key, how many a kernel takes at once: as many as can be in equal parts."""
+    """The heads that a kernel takes at once, of so many that share a key: the greatest divisor up to `MAX_QUERIES`."""
     return next(size for size in range(min(heads, MAX_QUERIES), 0, -1) if heads % size == 0)
 
 
 def round_queries(queries: int) -> int:
-    """Of partial attention: calls of 1, 2, 3... tokens would each need a build of their own."""
+    """The number of queries that a build is for, a power of two: else each number would need a build of its own."""
     return 1 << (queries - 1).bit_length()
 
 
@@ -114,8 +114,8 @@ def build(
     *,
     shared: bool = False,
 ) -> ctypes.CDLL | None:
-    """The kernels for these sizes, and bulks of such records, built if need be; None, with one warning, if they cannot
-    be built."""
+    """The library for these sizes, and for bulks in such `records`, built if need be; None, with one warning, if it
+    cannot be built."""
     macros = define(ELEMENTS[dtype], dim, value_dim, queries, records, shared=shared)
     warning = "the fast attention kernel for CPUs could not be built, torch's slower one serves"
     if (kernels := build_library(SOURCE, macros, warning)) is None:

@@ -5,9 +5,8 @@
 
 namespace {
 
-// Many heads with a sketch are shared by threads, each of which does a few of them alone, from the first phase to the
-// last: then what a phase leaves is in the thread's own caches. Few heads are split, and whole bulks, as few heads may
-// need theirs.
+// Many heads with a sketch are shared among threads: each thread computes all phases of a few heads, so that results of
+// a phase stay in its own caches. If there are few heads, or no sketch, all threads compute one phase of all heads.
 void decode(const Decode& call) {
     const int64_t heads = call.batch * call.kv_heads,
                   shares = std::max<int64_t>(SHARES * call.threads, heads / MOST_HEADS);
@@ -16,7 +15,7 @@ void decode(const Decode& call) {
     std::unique_ptr<Reading> reading;
     if (call.batch > 1 && !call.near_keys.row_stride) reading.reset(new Reading(call));
     auto run = [&](int64_t first, int64_t stop, int threads, int64_t& bulk, int64_t& sketch) {
-        static thread_local std::vector<Scan> pool;  // which each thread makes, and frees, as it gets here
+        static thread_local std::vector<Scan> pool;  // each thread has its own
         try {
             Share part(call, first, stop - first, threads, pool, reading.get());
             part.run();

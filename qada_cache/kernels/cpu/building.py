@@ -27,7 +27,7 @@ from .process import run_command
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "kernels"  # of `files.find_home()`
+FOLDER = "kernels"  # in `files.find_home()`
 DIGEST_BYTES = 32
 WAIT_SECONDS = 60  # for another process that builds the same library, which may have been stopped
 FLAGS = list_flags()
@@ -39,14 +39,14 @@ class Library(NamedTuple):
 
     source: Path
     macros: tuple[str, ...]
-    build: Callable[[], ctypes.CDLL | None]  # what those call who need it
+    build: Callable[[], ctypes.CDLL | None]  # the function that returns the library, built now if need be
 
 
 class _Builds:
-    """What threads of this process build."""
+    """The builds of this process's threads."""
 
     def __init__(self) -> None:
-        # By home, flags, source and macros: under way, or built ahead and not asked for yet; None: handed over.
+        # By `_find_key`: a build that is under way, or done and not requested yet; None: it was returned.
         self.futures: dict[tuple[Any, ...], Future[ctypes.CDLL] | None] = {}
         self.lock = threading.Lock()  # of `futures`
         self.turn = threading.Lock()  # for builds in the background, one at a time

@@ -21,10 +21,10 @@ from .addresses import CPU, View, find_view, view
 from .building import check_size
 
 GROUP_RULES = {"head": 0, "any": 1}
-FLAGS = 32  # tensors of them that are made at once, as each by itself would take as long as it takes to decide
+FLAGS = 32  # tensors of flags that are allocated at once: to allocate one takes as long as to decide
 NEW = ("new_keys", "new_values")
 MOMENTS = ("mean", "covariance", "log_tokens")
-ALONE = 2**18  # products that one thread has summed before another wakes
+ALONE = 2**18  # work of fewer products is left to one thread, which is done before another one wakes
 OF_ROWS = ("local", "pending", "decided", "bulk_lengths")
 
 
@@ -84,7 +84,7 @@ def supports(
 def supports_sizes(
     dtype: torch.dtype, dim: int, value_dim: int, group: int, records: RecordLayout | None, *, shared: bool
 ) -> bool:
-    """Whether there is a kernel for steps of such sizes, but for the build. Records of latents are decoded."""
+    """Whether there is a kernel for steps of such sizes, if the build succeeds. Records of latents are decoded."""
     decodes = shared and records is not None
     return cpu.supports_sizes(dtype, dim, value_dim, group) and (
         not decodes or latent.serves_sizes(dtype, dim, value_dim)
@@ -124,7 +124,7 @@ def fused_parts(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tens
 
 
 class BoundStep:
-    """The kernel with those of its arguments that stay as they are until storage changes."""
+    """The kernel, with those arguments that stay the same until storage changes."""
 
     def __init__(self, query: Query, layer: Operands) -> None:
         states, sketch, value_dim = query.states, layer.sketch, layer.near_values.shape[3]
@@ -178,13 +178,13 @@ class BoundStep:
 
     @staticmethod
     def _place(held: View, part: Tensor, heads: int) -> View:
-        """Set the strides of `held`, of moments `[rows * heads, ...]`, one row's or each row's."""
+        """Set the strides of the view `held` for moments `[rows * heads, ...]`, of one row for all, or of each row."""
         held.head_stride = part.stride(0)
         held.row_stride = heads * held.head_stride if len(part) > heads else 0
         return held
 
     def compute(self, query: Query, rows: Rows) -> tuple[Tensor, Tensor]:
-        """`fused_decode` for another query and other rows than those that were bound."""
+        """`fused_decode` for a query like the bound one, and any rows."""
         states, mass, decode = query.states.contiguous(), query.log_bulk, self._decode
         new = () if query.unstored is None else [part.contiguous() for part in query.unstored]
         for name, part, (dtype, shape) in zip(NEW, new, self._new, strict=False):

@@ -1,5 +1,5 @@
-// Tokens taken into means and covariances: `take_in_by_torch` of kernels/correlating.py, for DIM channels of the left
-// and VALUE_DIM of the right. No sum depends on threads.
+// Merges tokens into means and covariances: `take_in_by_torch` of kernels/correlating.py, for DIM channels on the left
+// and VALUE_DIM on the right. Sums do not depend on the number of threads.
 
 #include <cstring>
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// What Python passes, in its order: `Correlating` of correlating.py.
+// The arguments, `Correlating` of correlating.py.
 struct Correlating {
     const Number *left, *right;  // [rows, heads, tokens, DIM or VALUE_DIM]
     float *left_mean, *right_mean;  // [rows, heads, DIM or VALUE_DIM], of `count` tokens; the same if left is right
@@ -42,14 +42,14 @@ void average(const Number* tokens, int64_t stride, int64_t count, float* mean) {
     for (int d = 0; d < SIZE; d++) mean[d] = sums[d] / count;
 }
 
-// What a merge of `count` tokens with so many new ones gives them, of one.
+// The shares of old and of new tokens in their union, which add up to 1.
 struct Shares {
     explicit Shares(const Correlating& call)
         : old(double(call.count) / (call.count + call.tokens)), own(double(call.tokens) / (call.count + call.tokens)) {}
     float old, own;
 };
 
-// Rows of a head's covariance from channel `first` on, of tokens with these means.
+// Merges the new tokens, whose means are given, into up to PART rows of a head's covariance, from channel `first` on.
 void correlate(const Correlating& call, int64_t head, int first, const float* left_mean, const float* right_mean) {
     const int count = std::min(PART, DIM - first);
     const Number *left = call.left_of(head) + first, *right = call.right_of(head);

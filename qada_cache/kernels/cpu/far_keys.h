@@ -1,5 +1,5 @@
-// What selected attention knows of the far keys of a head: codes, from which scores are estimated, and moments of keys
-// and values, from which lines of regression are drawn.
+// The far keys of a head, for selected attention: codes for estimates of scores, and moments of keys and values for
+// lines of regression.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace {
 
-constexpr int WORDS_TOGETHER = QUERY_SIGNED ? 1 : TOGETHER;  // whose products are to have a sum of 16 bits
-constexpr int MOMENTS = DIM + 1;  // rows of sums
+constexpr int WORDS_TOGETHER = QUERY_SIGNED ? 1 : TOGETHER;  // words whose products are summed in 16 bits
+constexpr int MOMENTS = DIM + 1;  // rows of moments: one for each channel of keys, and the sums themselves
 
 struct FarKeys {
     explicit FarKeys(int64_t count)
@@ -20,13 +20,14 @@ struct FarKeys {
     std::unique_ptr<uint32_t[]> codes;  // [segments, CODE_WORDS, SEGMENT]: of keys less their centre, rotated; signed
     std::unique_ptr<int32_t[]> corrections;  // [segments, SEGMENT]: -ZERO times a code's sum
     std::unique_ptr<float[]> steps;  // [segments, SEGMENT]: of codes
-    // [segments, MOMENTS, WIDTH]: sums, over a segment and those before it, of keys times keys and values, then of
-    // these themselves. Keys are less the first centre: what is far from it would be lost in its square.
+    // [segments, MOMENTS, WIDTH]: sums over a segment and all before it. Rows 0 to DIM - 1 are of keys' channels times
+    // keys and values, the last row of keys and values themselves. The first centre is subtracted from keys: products
+    // of large means would lose precision.
     std::unique_ptr<float[]> moments;
 };
 
-// Codes of rotated keys `states`: whole numbers up to LEVELS either way, whose products with a query's have sums of 16
-// bits, if several words are summed at once.
+// Codes rotated keys `states`, as integers from -LEVELS to LEVELS. If several words are summed at once, steps are large
+// enough that sums of their products with queries' codes fit into 16 bits.
 void encode_keys(FarKeys& far, int64_t segment, const float (*states)[SEGMENT]) {
     alignas(64) float steps[SEGMENT], most[SEGMENT];
     std::fill_n(most, SEGMENT, std::numeric_limits<float>::min());
@@ -35,11 +36,11 @@ void encode_keys(FarKeys& far, int64_t segment, const float (*states)[SEGMENT]) 
     for (int t = 0; t < SEGMENT; t++) steps[t] = most[t] / LEVELS;
     for (int first = 0; first < DIM && WORDS_TOGETHER > 1; first += 2) {
         if (first % (4 * WORDS_TOGETHER) > 2) continue;
-        alignas(64) float sizes[SEGMENT] = {}, sums[SEGMENT] = {};  // of the pairs that are summed in 16 bits
+        alignas(64) float sizes[SEGMENT] = {}, sums[SEGMENT] = {};  // over the channels that are summed in 16 bits
         for (int pair = first; pair < std::min(DIM, first / 4 * 4 + 4 * WORDS_TOGETHER); pair += 4)
             for (int d = pair; d < pair + 2; d++)
                 for (int t = 0; t < SEGMENT; t++) sizes[t] += std::abs(states[d][t]), sums[t] += states[d][t];
-        // The most that those of one sign come to; each is rounded up by half of a step.
+        // The largest sum of channels of one sign; rounding may add half a step to each.
         for (int t = 0; t < SEGMENT; t++)
             steps[t] =
                 std::max(steps[t], (sizes[t] + std::abs(sums[t])) / 2 / (MOST_SUM / (2 * LEVELS) - WORDS_TOGETHER));
@@ -58,7 +59,7 @@ void encode_keys(FarKeys& far, int64_t segment, const float (*states)[SEGMENT]) 
     std::copy_n(steps, SEGMENT, far.steps.get() + segment * SEGMENT);
 }
 
-// A segment's centre and codes.
+// Sets a segment's centre and codes.
 void encode_segment(FarKeys& far, const Call& call, int64_t segment) {
     constexpr int PADDED = (DIM + LANES - 1) / LANES * LANES;
     const Number* key = call.key + (call.first + segment * SEGMENT) * call.key_token;
@@ -81,9 +82,9 @@ void encode_segment(FarKeys& far, const Call& call, int64_t segment) {
     encode_keys(far, segment, states);
 }
 
-// A segment's own moments.
+// Sets the moments of a segment alone.
 void sum_segment(FarKeys& far, const Call& call, int64_t segment) {
-    constexpr int KEY_ROWS = (DIM + ROWS - 1) / ROWS * ROWS;  // the last ones of no key
+    constexpr int KEY_ROWS = (DIM + ROWS - 1) / ROWS * ROWS;  // the last ones are padding
     const int64_t token = call.first + segment * SEGMENT;
     alignas(64) float both[SEGMENT][WIDTH] = {}, sums[std::max(KEY_ROWS, MOMENTS)][WIDTH] = {};
     for (int t = 0; t < SEGMENT; t++) {
@@ -99,7 +100,7 @@ void sum_segment(FarKeys& far, const Call& call, int64_t segment) {
     std::copy_n(sums[0], MOMENTS * WIDTH, far.moments.get() + segment * MOMENTS * WIDTH);
 }
 
-// What is to be known of so many segments from `call.first` on, whatever the number of threads.
+// The `FarKeys` of so many segments from token `call.first` on. Sums do not depend on the number of threads.
 FarKeys describe(const Call& call, int64_t segments) {
     FarKeys far(segments);
 #pragma omp parallel num_threads(call.threads)
@@ -118,14 +119,14 @@ FarKeys describe(const Call& call, int64_t segments) {
     return far;
 }
 
-// Means over so many segments: of keys less the first centre, of their values, and zeros.
+// Writes means [WIDTH] over the first `segments`: of keys less the first centre, of their values, and zeros.
 inline void average(const FarKeys& far, int64_t segments, float* means) {
     const float* sums = far.moments.get() + (segments * MOMENTS - 1) * WIDTH;
     for (int c = 0; c < WIDTH; c++) means[c] = sums[c] / (segments * SEGMENT);
 }
 
-// Lines of regression of a strip's queries, from their states, of values on scores: covariance over variance. Of so
-// many segments, whose means the block has.
+// Sets slopes and mean scores of a strip's queries `states`, over the first `segments`, whose means are
+// `block.means`. A slope is the covariance of values with scores over the variance of scores.
 void regress(Block& block, int strip, const float (*states)[DIM], const FarKeys& far, int64_t segments, float scaling) {
     constexpr int SLAB = find_slab(WIDTH / LANES);
     const float *moments = far.moments.get() + (segments - 1) * MOMENTS * WIDTH, *means = block.means;

@@ -1,5 +1,5 @@
-// Attention of a few tokens' queries to latents, of all heads together: `attend_latents` (latent.py), which builds this
-// file for channels and dtypes as it meets them.
+// Attention of a few tokens' queries, all heads of them, to latents. `attend_latents` (latent.py) builds this file for
+// each dtype and number of channels when it first needs one.
 
 #if KEY_BITS > 0
 #include "coding.h"
@@ -21,7 +21,7 @@ struct Call {
     double scaling;
 };
 
-// Tiles of latents as the model made them.
+// Room for a tile of latents that lie in no records.
 struct Stored {
 #if PAIRS
     using Found = Tile<WORDS, 1, SUMMED_CHANNELS, 1>;
@@ -34,7 +34,7 @@ struct Stored {
 #endif
     alignas(CACHE_LINE) Element rest[TILE][DIM];
 
-    // `count` tokens, after which others lie that are wanted next, if they make a tile.
+    // Makes a tile of `count` tokens. If it is full, the tokens behind it are prefetched as the next tile.
     Found load(const Element* latents, int count) {
         const char* next = count == TILE ? (const char*)(latents + TILE * DIM) : nullptr;
         if (count < TILE) {
@@ -61,8 +61,8 @@ struct Stored {
     }
 };
 
-// Splits tokens among threads, each of which has a `Room` where `load(room, row, first, count)` makes tiles, and merges
-// what they give.
+// Splits tokens among threads, and merges their results. Each thread has a `Room`, where `load(room, row, first,
+// count)` makes tiles.
 template <typename Room, typename Load>
 void attend(const Call& call, Load load) {
     const int64_t number = (call.queries + LANES - 1) / LANES, tiles = (call.tokens + TILE - 1) / TILE;
@@ -127,7 +127,7 @@ extern "C" int latent_attention(const Call* call) try {
 #if KEY_BITS > 0
 extern "C" int64_t coding_size() { return sizeof(Coding); }
 
-// Likewise, over the first tokens of a bulk in records.
+// Attention over the first tokens of a bulk, in records. Returns 1 if memory ran out.
 extern "C" int recorded_latent_attention(const Call* call, const Coding* coding) try {
     attend<Recorded>(*call, [&](Recorded& room, int64_t row, int64_t first, int count) {
         return room.load(decoding_of(*coding, row), ContiguousPlaces{}, first, count);

@@ -1,11 +1,11 @@
 // Latent attention of many queries over few tokens at a time: all queries share one key, whose first channels are
 // the value (`VALUES_IN_KEYS`).
 //
-// A vector has one number of each of LANES queries, which meet a tile's numbers one by one: these are read from where
-// they lie, in whatever order, and nothing is transposed. Two products are made of a tile while it lies in the second
-// cache: scores, and sums of channels times weights.
+// A vector has one number of each of LANES queries. It is multiplied by a tile's numbers one by one, so these are read
+// in any order, and nothing is transposed. While a tile lies in the second cache, two products are computed with it:
+// scores, and sums of channels times weights.
 //
-// Numbers come in words: pairs of bfloat16 where the processor multiplies these, else floats.
+// Queries, tiles and weights are words: pairs of bfloat16 if the processor multiplies these, else floats.
 
 #pragma once
 
@@ -15,10 +15,10 @@ namespace {
 
 constexpr int LANES = TOKENS;  // queries of a vector
 constexpr int TILE = 64;       // tokens
-constexpr int SUMS = REGISTERS / 3 * 2;  // vectors that are summed at once
-// Channels of the value, and how many are summed.
+constexpr int SUMS = REGISTERS / 3 * 2;  // vectors of sums in registers
+// Channels of the value, and those that are summed: a multiple of SUMS.
 constexpr int RANK = VALUE_DIM, SUMMED_CHANNELS = (RANK + SUMS - 1) / SUMS * SUMS;
-constexpr int SUMMED = 96;     // products of a sum before it is added to others: long sums lose more to rounding
+constexpr int SUMMED = 96;     // words of a partial sum: long sums lose more to rounding
 
 #if defined(BFLOAT16) && defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define PAIRS 1
@@ -28,7 +28,7 @@ INLINED Singles added(Singles sum, Word word, Numbers lanes) {
     return (Singles)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(Integers{} + (int32_t)word), (__m512bh)lanes);
 }
 INLINED __m256i narrow(Singles wide) { return (__m256i)_mm512_cvtneps_pbh((__m512)wide); }
-// Words of a number of each of two vectors.
+// Pairs of bfloat16: numbers of `low` in the lower halves of words, of `high` in the upper ones.
 INLINED Numbers paired(Singles low, Singles high) {
     return (Numbers)_mm512_cvtepu16_epi32(narrow(low)) | (Numbers)_mm512_cvtepu16_epi32(narrow(high)) << 16;
 }
@@ -47,14 +47,14 @@ INLINED void store(void* to, Lanes lanes) {
     std::memcpy(to, &lanes, sizeof lanes);
 }
 
-// `LANES` queries, and what is known of them after some tiles: the largest score, and sums of weights and of channels
-// times weights.
+// `LANES` queries, and their state after some tiles: the largest score, and sums of weights and of channels times
+// weights.
 struct alignas(CACHE_LINE) Block {
     Word words[WORDS][LANES];
     float sums[SUMMED_CHANNELS][LANES];
     float peak[LANES], total[LANES];
 
-    // `count` queries [*, DIM], and nothing where there are fewer.
+    // Loads `count` queries [*, DIM], zeros behind them, and clears the state.
     void begin(const Element* queries, int64_t count) {
         std::memset(this, 0, sizeof *this);
         std::fill_n(peak, LANES, -INFINITY);
@@ -65,18 +65,18 @@ struct alignas(CACHE_LINE) Block {
             }
     }
 
-    // Takes in what another block found of the same queries, in other tokens.
+    // Merges the state of the same queries over other tokens.
     void merge(const Block& other) {
         for (int q = 0; q < LANES; q++) {
             const float most = std::max(peak[q], other.peak[q]);
-            const float own = expf(peak[q] - most), others = expf(other.peak[q] - most);
+            const float scale = expf(peak[q] - most), other_scale = expf(other.peak[q] - most);
             peak[q] = most;
-            total[q] = total[q] * own + other.total[q] * others;
-            for (int d = 0; d < RANK; d++) sums[d][q] = sums[d][q] * own + other.sums[d][q] * others;
+            total[q] = total[q] * scale + other.total[q] * other_scale;
+            for (int d = 0; d < RANK; d++) sums[d][q] = sums[d][q] * scale + other.sums[d][q] * other_scale;
         }
     }
 
-    // `out` [*, RANK] and `lse` [*] of `count` queries; of no tokens 0 and -inf.
+    // Writes `out` [*, RANK] and `lse` [*] of `count` queries; 0 and -inf if they saw no token.
     void finish(int64_t count, float* out, float* lse) const {
         for (int q = 0; q < std::min<int64_t>(LANES, count); q++) {
             const float scale = total[q] == 0 ? 0 : 1 / total[q];
@@ -86,17 +86,18 @@ struct alignas(CACHE_LINE) Block {
     }
 };
 
-// The words of a tile: where those of a score lie, of a token's channels, and those of a sum, of a channel's tokens; so
-// many words from one token, or word of tokens, and from one channel, or word of channels, to the next.
+// The words of a tile, twice: `keys` for scores, each of IN_WORD channels of a token, and `values` for sums, each of
+// IN_WORD tokens of a channel. The parameters are strides in words: TOKEN and CHANNEL (words of channels) of `keys`,
+// SUM_TOKEN (words of tokens) and SUM_CHANNEL of `values`.
 template <int TOKEN, int CHANNEL, int SUM_TOKEN, int SUM_CHANNEL>
 struct Tile {
     const Word *keys, *values;
-    const char* next;  // bytes that are wanted for the next tile, `NEXT_BYTES` or more; null: none
+    const char* next;  // the next tile's TILE_BYTES, to prefetch; null: none
 };
 
 constexpr int TILE_BYTES = TILE * DIM * (int)sizeof(Element);
 
-// Scores of `ACROSS` blocks over the first `count` tokens.
+// Scores of the queries of `ACROSS` blocks with the first `count` tokens, unscaled.
 template <int ACROSS, int TOKEN, int CHANNEL, int SUM_TOKEN, int SUM_CHANNEL>
 INLINED void score(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, int count, const Block* blocks,
                    float (*scores)[ACROSS][LANES]) {
@@ -128,7 +129,8 @@ INLINED void score(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, int
     }
 }
 
-// Scores of a block become weights, as words of `count` tokens. Returns what the sums so far are to be multiplied by.
+// Turns scores of a block into weights, as words of `count` tokens. Returns the factors [LANES] that earlier sums have
+// to be multiplied by, as the largest score may have grown.
 template <int ACROSS>
 INLINED Singles weigh(Block& block, int a, float scaling, int count, float (*scores)[ACROSS][LANES],
                       Word (*weights)[ACROSS][LANES]) {
@@ -139,20 +141,20 @@ INLINED Singles weigh(Block& block, int a, float scaling, int count, float (*sco
     }
     most *= scaling;
     const Singles before = loaded<Singles>(block.peak), peak = most > before ? most : before;
-    alignas(CACHE_LINE) float less[LANES], kept[LANES], mass[LANES] = {};
-    store(less, peak);
+    alignas(CACHE_LINE) float peaks[LANES], kept[LANES], mass[LANES] = {};
+    store(peaks, peak);
     store(kept, before - peak);
 #pragma omp simd
     for (int q = 0; q < LANES; q++) kept[q] = exponential(kept[q]);
     for (int t = 0; t < count; t++) {
-        float* own = scores[t][a];
+        float* row = scores[t][a];
 #pragma omp simd
         for (int q = 0; q < LANES; q++) {
-            own[q] = exponential(own[q] * scaling - less[q]);
-            mass[q] += own[q];
+            row[q] = exponential(row[q] * scaling - peaks[q]);  // a weight
+            mass[q] += row[q];
         }
     }
-    if (count < TILE) store(scores[count][a], Singles{});  // what a word has beside the last token
+    if (count < TILE) store(scores[count][a], Singles{});  // if `count` is odd, the other half of the last word
     for (int t = 0; t < count; t += IN_WORD) {
 #if PAIRS
         store(weights[t / IN_WORD][a], paired(loaded<Singles>(scores[t][a]), loaded<Singles>(scores[t + 1][a])));
@@ -160,14 +162,14 @@ INLINED Singles weigh(Block& block, int a, float scaling, int count, float (*sco
         store(weights[t][a], loaded<Singles>(scores[t][a]));
 #endif
     }
-    const Singles shrunk = loaded<Singles>(kept);
-    store(block.total, loaded<Singles>(block.total) * shrunk + loaded<Singles>(mass));
+    const Singles factors = loaded<Singles>(kept);
+    store(block.total, loaded<Singles>(block.total) * factors + loaded<Singles>(mass));
     store(block.peak, peak);
-    return shrunk;
+    return factors;
 }
 
 // Adds channels of a tile's first `count` tokens times weights to the sums of `ACROSS` blocks, which are multiplied by
-// `kept` first. If they are odd in number, what is beside the last one in a word is finite.
+// `kept` first. If `count` is odd, the other half of the last word must be finite; its weight is 0.
 template <int ACROSS, int TOKEN, int CHANNEL, int SUM_TOKEN, int SUM_CHANNEL>
 INLINED void add(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, int count,
                  const Word (*weights)[ACROSS][LANES], const Singles* kept, Block* blocks) {
@@ -175,14 +177,14 @@ INLINED void add(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, int c
     for (int d = 0; d < SUMMED_CHANNELS; d += DOWN) {
         Singles sums[DOWN][ACROSS] = {};
         for (int t = 0; t * IN_WORD < count; t++) {
-            Numbers each[ACROSS];
+            Numbers token_weights[ACROSS];
 #pragma GCC unroll 2
-            for (int a = 0; a < ACROSS; a++) each[a] = loaded<Numbers>(weights[t][a]);
+            for (int a = 0; a < ACROSS; a++) token_weights[a] = loaded<Numbers>(weights[t][a]);
 #pragma GCC unroll 16
             for (int i = 0; i < DOWN; i++) {
                 const Word word = tile.values[t * SUM_TOKEN + (d + i) * SUM_CHANNEL];
 #pragma GCC unroll 2
-                for (int a = 0; a < ACROSS; a++) sums[i][a] = added(sums[i][a], word, each[a]);
+                for (int a = 0; a < ACROSS; a++) sums[i][a] = added(sums[i][a], word, token_weights[a]);
             }
         }
 #pragma GCC unroll 16
@@ -195,7 +197,7 @@ INLINED void add(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, int c
     }
 }
 
-// `ACROSS` blocks meet the first `count` tokens of a tile.
+// Attention of `ACROSS` blocks over the first `count` tokens of a tile.
 template <int ACROSS, typename AnyTile>
 void meet(const AnyTile& tile, int count, float scaling, Block* blocks) {
     alignas(CACHE_LINE) float scores[TILE][ACROSS][LANES];
@@ -206,7 +208,7 @@ void meet(const AnyTile& tile, int count, float scaling, Block* blocks) {
     add<ACROSS>(tile, count, weights, kept, blocks);
 }
 
-// So do all `blocks`.
+// Attention of all `number` blocks over a tile, two at once.
 template <typename AnyTile>
 void meet_all(AnyTile tile, int count, float scaling, Block* blocks, int64_t number) {
     int64_t done = 0;

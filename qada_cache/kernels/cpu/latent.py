@@ -33,7 +33,7 @@ class Call(ctypes.Structure):
 
 
 def serves_latents(query: Tensor, latents: Tensor, rank: int, tokens: int) -> bool:
-    """Whether there is a kernel for such calls, but for the build; `tokens` are all that their layer holds."""
+    """Whether there is a kernel for such calls, if the build succeeds; `tokens` are all tokens of the layer."""
     return (
         query.device.type == latents.device.type == "cpu"
         and query.dtype == latents.dtype
@@ -44,7 +44,8 @@ def serves_latents(query: Tensor, latents: Tensor, rank: int, tokens: int) -> bo
 
 
 def serves_sizes(dtype: torch.dtype, dim: int, rank: int) -> bool:
-    """Whether there is a kernel for latents of `rank` channels and keys of `dim`, some of which it may sum as well."""
+    """Whether there is a kernel for keys of `dim` channels and values of `rank`, which it pads to a multiple of
+    `SUMMED` with further channels of keys."""
     return dtype in ELEMENTS and rank % 8 == dim % 8 == 0 and -(-rank // SUMMED) * SUMMED <= dim
 
 
@@ -83,8 +84,8 @@ def attend_recorded_latents(
     scaling: float,
     segments: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """Likewise over a bulk's first tokens, which lie in `records` `[batch, 1, tokens, size]`; other arguments are as
-    for `decode_records`."""
+    """As `attend_latents`, over a bulk's first tokens, which lie in `records` `[batch, 1, tokens, size]`; other
+    arguments are as for `decode_records`."""
     tokens = records.shape[2]
     if (library := build_latent(query.dtype, query.shape[3], rank, layout)) is None:
         return None
@@ -95,7 +96,7 @@ def attend_recorded_latents(
 
 
 def _make_call(query: Tensor, rank: int, tokens: int, scaling: float) -> tuple[Call, tuple[Tensor, Tensor, Tensor]]:
-    """A call, and what it has the addresses of: queries, `out` and `lse`."""
+    """A call without keys, and the tensors whose addresses it has: queries, `out` and `lse`."""
     (batch, _, queries, dim), query = query.shape, query.contiguous()
     out = torch.empty(batch, 1, queries, rank, dtype=torch.float32, device="cpu")
     lse = torch.empty(batch, 1, queries, dtype=torch.float32, device="cpu")

@@ -1,6 +1,6 @@
-// Latents out of records of few bits (sketch/coded.py), a tile at a time, as `score` and `add` of latent.h read them.
-// Each vector has one channel of `TOKENS` tokens. What codes are rotated by has entries of 1 and -1, so that it is
-// exact in whole numbers; their scales come last.
+// Decodes latents from records of few bits (sketch/coded.py), a tile at a time, as `score` and `add` of latent.h read
+// them. Each vector has one channel of `TOKENS` tokens. Codes are rotated by a matrix of 1 and -1, which is exact in
+// integers, and multiplied by their scales last.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Bytes of two vectors in turn: of the first halves of each 16, or of the second ones.
+// Interleaves bytes of two vectors: of the first 8 of each 16, or of the second 8 if `SECOND`.
 typedef uint8_t Row __attribute__((vector_size(sizeof(Singles))));
 template <bool SECOND>
 INLINED Row interleaved(Row one, Row other) {
@@ -20,94 +20,95 @@ INLINED Row interleaved(Row one, Row other) {
     const __m256i a = (__m256i)one, b = (__m256i)other;
     return (Row)(SECOND ? _mm256_unpackhi_epi8(a, b) : _mm256_unpacklo_epi8(a, b));
 #else
-    Row found;
-    for (int lane = 0; lane < int(sizeof found); lane += 16)
+    Row bytes;
+    for (int lane = 0; lane < int(sizeof bytes); lane += 16)
         for (int i = 0; i < 8; i++) {
-            found[lane + 2 * i] = one[lane + SECOND * 8 + i];
-            found[lane + 2 * i + 1] = other[lane + SECOND * 8 + i];
+            bytes[lane + 2 * i] = one[lane + SECOND * 8 + i];
+            bytes[lane + 2 * i + 1] = other[lane + SECOND * 8 + i];
         }
-    return found;
+    return bytes;
 #endif
 }
 
-// Sums and differences of neighbours, of pairs, of fours, and so on: Hadamard blocks, in steps that stay in registers.
+// Multiplies vectors of `SIZE` channels by a Hadamard matrix, unnormalized: sums and differences of channels that are
+// 1, 2, 4 and so on apart. Up to three such steps are computed in registers at once.
 template <int SIZE, int APART = 1, typename Lanes>
 INLINED void add_and_subtract(Lanes* block) {
     if constexpr (APART < SIZE) {
         constexpr int TOGETHER = std::min(8, SIZE / APART);
         for (int outer = 0; outer < SIZE; outer += APART * TOGETHER)
             for (int first = outer; first < outer + APART; first++) {
-                Lanes held[TOGETHER];
+                Lanes channels[TOGETHER];
 #pragma GCC unroll 8
-                for (int i = 0; i < TOGETHER; i++) held[i] = block[first + i * APART];
+                for (int i = 0; i < TOGETHER; i++) channels[i] = block[first + i * APART];
 #pragma GCC unroll 8
                 for (int apart = 1; apart < TOGETHER; apart *= 2)
 #pragma GCC unroll 8
                     for (int i = 0; i < TOGETHER; i++)
                         if (!(i & apart)) {
-                            const Lanes one = held[i], other = held[i + apart];
-                            held[i] = one + other;
-                            held[i + apart] = one - other;
+                            const Lanes one = channels[i], other = channels[i + apart];
+                            channels[i] = one + other;
+                            channels[i + apart] = one - other;
                         }
 #pragma GCC unroll 8
-                for (int i = 0; i < TOGETHER; i++) block[first + i * APART] = held[i];
+                for (int i = 0; i < TOGETHER; i++) block[first + i * APART] = channels[i];
             }
         add_and_subtract<SIZE, APART * TOGETHER>(block);
     }
 }
 
-// The codes of the records of `TOKENS` tokens.
+// The keys' codes of `TOKENS` records, by token (`rows`) and by channel (`columns`).
 struct Residuals {
     static constexpr int CHUNK = sizeof(Row), CHUNKS = (DIM + CHUNK - 1) / CHUNK;  // channels
     static constexpr int MOST = (1 << KEY_BITS) - 1;
-    // What holds a sum of a block's codes, twice.
+    // Integers wide enough for a sum of a block's odd integers, `2 * code - MOST`.
     using Whole = std::conditional_t < 2 * MOST* KEY_BLOCK<1 << 15, int16_t, int32_t>;
     typedef Whole Wholes __attribute__((vector_size(sizeof(Whole) * TOKENS)));
 
     alignas(CACHE_LINE) uint8_t rows[TOKENS][CHUNKS * CHUNK] = {}, columns[CHUNKS * CHUNK * TOKENS];
 
-    // Has the codes of a channel lie together.
+    // Writes `rows` into `columns`, where the codes of a channel are neighbours.
     INLINED void transpose() {
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            Row held[TOKENS];
+            Row bytes[TOKENS];
 #pragma GCC unroll 16
-            for (int t = 0; t < TOKENS; t++) held[t] = loaded<Row>(rows[t] + chunk * CHUNK);
+            for (int t = 0; t < TOKENS; t++) bytes[t] = loaded<Row>(rows[t] + chunk * CHUNK);
 #pragma GCC unroll 4
             for (int step = 1; step < TOKENS; step *= 2) {
                 Row next[TOKENS];
 #pragma GCC unroll 8
                 for (int i = 0; i < TOKENS / 2; i++) {
-                    next[2 * i] = interleaved<false>(held[i], held[i + TOKENS / 2]);
-                    next[2 * i + 1] = interleaved<true>(held[i], held[i + TOKENS / 2]);
+                    next[2 * i] = interleaved<false>(bytes[i], bytes[i + TOKENS / 2]);
+                    next[2 * i + 1] = interleaved<true>(bytes[i], bytes[i + TOKENS / 2]);
                 }
 #pragma GCC unroll 16
-                for (int t = 0; t < TOKENS; t++) held[t] = next[t];
+                for (int t = 0; t < TOKENS; t++) bytes[t] = next[t];
             }
-            std::memcpy(columns + chunk * CHUNK * TOKENS, held, sizeof held);
+            std::memcpy(columns + chunk * CHUNK * TOKENS, bytes, sizeof bytes);
         }
     }
 
-    // Where they lie: a vector has, of each 16 channels, as many as there is room for.
+    // The index in `columns` of a channel's codes: a vector has `FITTING` channels of each 16.
     static constexpr int find_place(int channel) {
         constexpr int FITTING = 16 / TOKENS;
         return channel / CHUNK * CHUNK * TOKENS + channel % 16 / FITTING * CHUNK + channel % CHUNK / 16 * 16 +
                channel % FITTING * TOKENS;
     }
 
-    // The rotated odd integers of a block of `KEY_BLOCK` channels. What they are less than twice their codes is the
-    // same for all of them, of which a rotation leaves something in the first channel alone.
-    INLINED void turn(int first, Wholes* found) const {
+    // Rotates the odd integers `2 * code - MOST` of the `KEY_BLOCK` channels from `first` on. `MOST` is the same for
+    // all channels, so rotating it changes the first one alone.
+    INLINED void turn(int first, Wholes* rotated) const {
         for (int d = 0; d < KEY_BLOCK; d++)
-            found[d] = 2 * __builtin_convertvector(loaded<Octets>(columns + find_place(first + d)), Wholes);
-        add_and_subtract<KEY_BLOCK>(found);
-        found[0] -= (Whole)(MOST * KEY_BLOCK);
+            rotated[d] = 2 * __builtin_convertvector(loaded<Octets>(columns + find_place(first + d)), Wholes);
+        add_and_subtract<KEY_BLOCK>(rotated);
+        rotated[0] -= (Whole)(MOST * KEY_BLOCK);
     }
 };
 
-// By what a head's tokens are decoded: what `Sketch` (sketch/codec.py) has of it, `m` of its records, and these.
+// The inputs for decoding a head's tokens: fields of `Sketch` (sketch/codec.py), the records and their weights `m`.
 struct Decoding {
     const uint32_t* codes;
-    int64_t room;  // tokens between two words
+    int64_t room;  // `codes` are [words, room]
     const uint8_t* scales;
     const float* units;
     const uint16_t *centres, *weights;
@@ -118,24 +119,25 @@ struct Decoding {
     RecordPlaces records;
 
     int64_t segment_of(int64_t token) const { return std::min(token / segment_tokens, segments - 1); }
-    // Where the segment of a token ends.
+    // The end of a token's segment; the last one has none.
     int64_t end_of(int64_t token) const {
         const int64_t segment = segment_of(token);
         return segment + 1 < segments ? (segment + 1) * segment_tokens : std::numeric_limits<int64_t>::max();
     }
 };
 
-// How tokens of one segment are decoded, of each channel.
+// Factors and places of channels, for decoding tokens of one segment.
 struct Fit {
-    const uint16_t* found = nullptr;  // whose weights
-    float unit, centres[DIM], inverse[DIM], inverse_m[DIM];  // of sketch and record, with the factors of rotations
-    int32_t places[DIM];  // among the sketch's
+    const uint16_t* segment_weights = nullptr;  // of the segment that the other fields are for
+    // `inverse` and `inverse_m` are reciprocals of the sketch's weights and the records', times factors of rotations.
+    float unit, centres[DIM], inverse[DIM], inverse_m[DIM];
+    int32_t places[DIM];  // of channels in the sketch's order
 
     void find(const Decoding& by, int64_t segment) {
         const int64_t from = segment * DIM;
         const uint16_t* weights = by.weights + from;
-        if (found == weights) return;
-        found = weights;
+        if (segment_weights == weights) return;
+        segment_weights = weights;
         unit = by.units[segment];
         const Channel* order = by.order + from;
         for (int i = 0; i < DIM; i++) {
@@ -150,26 +152,26 @@ struct Fit {
     }
 };
 
-// What `count` tokens have of `from`, a number each, and zeros.
+// A number of `from` for each of `count` tokens, those at `places` from index `first` on; zeros behind.
 template <typename Lanes, typename Number>
 INLINED Lanes gathered(const Number* from, ContiguousPlaces, int64_t first, int count) {
-    Lanes found = {};
+    Lanes numbers = {};
     if (count == TOKENS) return loaded<Lanes>(from + first);
-    std::memcpy(&found, from + first, count * sizeof *from);
-    return found;
+    std::memcpy(&numbers, from + first, count * sizeof *from);
+    return numbers;
 }
 template <typename Lanes, typename Number>
 INLINED Lanes gathered(const Number* from, IndexedPlaces places, int64_t first, int count) {
-    Lanes found = {};
-    for (int t = 0; t < count; t++) found[t] = from[places[first + t]];
-    return found;
+    Lanes numbers = {};
+    for (int t = 0; t < count; t++) numbers[t] = from[places[first + t]];
+    return numbers;
 }
 
-// The token that is wanted a tile after this one.
+// The token that is read a tile after token number `t`, to prefetch its record.
 INLINED int64_t find_next(ContiguousPlaces, int64_t t) { return t + TILE; }
 INLINED int64_t find_next(IndexedPlaces places, int64_t t) { return places[std::min(t + TILE, places.count - 1)]; }
 
-// Tiles of latents that lie in records.
+// Room for a tile of latents decoded from records.
 struct Recorded {
 #if PAIRS
     using Found = Tile<1, TILE, 1, TOKEN_WORDS>;
@@ -182,7 +184,7 @@ struct Recorded {
     Residuals residuals;
     Fit fit;
 
-    // `count` tokens of one segment, which lie at `places` from number `first` on.
+    // Decodes `count` tokens of one segment, those at `places` from index `first` on.
     template <typename Places>
     Found load(const Decoding& by, Places places, int64_t first, int count) {
         fit.find(by, by.segment_of(places[first]));
@@ -195,7 +197,7 @@ struct Recorded {
 #endif
     }
 
-    // Up to `TOKENS` of them, as the tile's from `start` on; behind these are centres.
+    // Decodes up to `TOKENS` of them, to tokens `start` and so on of the tile. Behind these the tile has centres.
     template <typename Places>
     INLINED void decode(const Decoding& by, Places places, int64_t first, int count, int start) {
         alignas(CACHE_LINE) float scales[TOKENS] = {};
@@ -210,10 +212,10 @@ struct Recorded {
         unpack(by, places, first, count);
         const Singles scale = loaded<Singles>(scales);
         for (int block = 0; block < DIM; block += KEY_BLOCK) {
-            Residuals::Wholes turned[KEY_BLOCK];
-            residuals.turn(block, turned);
+            Residuals::Wholes rotated[KEY_BLOCK];
+            residuals.turn(block, rotated);
             const auto find = [&](int d) {
-                const Singles rest = scale * __builtin_convertvector(turned[d - block], Singles);
+                const Singles rest = scale * __builtin_convertvector(rotated[d - block], Singles);
                 return predicted[fit.places[d]] * fit.inverse[d] + fit.centres[d] + rest * fit.inverse_m[d];
             };
 #pragma GCC unroll 8
@@ -232,7 +234,7 @@ struct Recorded {
         }
     }
 
-    // What the sketch says, but for the factors of `Fit`.
+    // Sets `predicted` to the sketch's estimate, without the factors of `Fit`.
     template <typename Places>
     INLINED void unpack(const Decoding& by, Places places, int64_t first, int count) {
         const Singles scale = widen(gathered<Octets>(by.scales, places, first, count)) * fit.unit;

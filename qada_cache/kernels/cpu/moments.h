@@ -1,4 +1,4 @@
-// What the Gaussian model of a bulk's keys says of its attention: `gaussian_log_bulk` of criterion.py.
+// The estimate of `log A_bulk` by a Gaussian model of the bulk's keys: `gaussian_log_bulk` of criterion.py.
 
 #pragma once
 
@@ -6,14 +6,15 @@
 
 namespace {
 
-// One prompt's: mean [DIM] and covariance [DIM][DIM] of each KV head, and the logarithm of each row's bulk tokens.
+// The moments of one prompt: mean [DIM] and covariance [DIM][DIM] of each KV head, and the logarithm of each row's bulk
+// tokens.
 struct Moments {
     View<const float> mean, covariance, log_tokens;
 
-    // `found` is raised to `log T + scaling q . (mean + scaling / 2 q covariance)`, equation 7, of each query of a KV
-    // head [QUERIES, DIM]. A number comes before a nan.
-    void estimate(const Element* query, int64_t row, int64_t head, float scaling, float* found) const {
-        // Vectors side by side, so that few queries' sums do not wait for each other.
+    // Raises `log_bulk` [QUERIES] to `log T + scaling q . (mean + scaling / 2 q covariance)`, equation 7, for the
+    // queries [QUERIES, DIM] of a KV head. A number replaces a nan.
+    void estimate(const Element* query, int64_t row, int64_t head, float scaling, float* log_bulk) const {
+        // With few queries, two vectors at once, so that sums do not wait for each other.
         constexpr int COLUMNS = 2 * QUERIES <= REGISTERS ? 2 : 1;
         static_assert(DIM % (COLUMNS * WIDTH) == 0);
         alignas(CACHE_LINE) float queries[QUERIES][DIM];
@@ -33,7 +34,8 @@ struct Moments {
                     totals[q] += (loaded<Floats>(means + c + i * WIDTH) + 0.5f * scaling * sums[q][i]) *
                                  loaded<Floats>(&queries[q][c + i * WIDTH]);
         }
-        for (int q = 0; q < QUERIES; q++) found[q] = fmaxf(found[q], *log_tokens.at(row) + scaling * sum_of(totals[q]));
+        for (int q = 0; q < QUERIES; q++)
+            log_bulk[q] = fmaxf(log_bulk[q], *log_tokens.at(row) + scaling * sum_of(totals[q]));
     }
 };
 

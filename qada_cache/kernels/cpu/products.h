@@ -1,4 +1,4 @@
-// Products of matrices whose sums stay in registers: some rows by a slab of columns at a time.
+// Products of matrices, ROWS rows by a slab of columns at a time, so that sums stay in registers.
 
 #pragma once
 
@@ -9,14 +9,15 @@
 
 namespace {
 
-constexpr int ROWS = TILED ? 4 : 6;  // of one matrix, whose sums stay in registers
-// Vectors summed at once, a divisor of a row's.
+constexpr int ROWS = TILED ? 4 : 6;  // of the left matrix
+// The vectors of a slab: the largest divisor of a row's, up to `vectors`.
 constexpr int find_slab(int row, int vectors = VECTORS) {
     return row % vectors ? find_slab(row, vectors - 1) : vectors;
 }
 
-// Sums of products of so many words of ROWS rows, `stride` words apart, and of SLAB vectors of a matrix's, `width`
-// words apart; a row's words are `step` apart. PACKED: words are as `added` has them, else floats.
+// Sums over `words` words: `sums` = `rows` [ROWS, words] times `matrix` [words, SLAB vectors]. Strides in words: `rows`
+// have `stride` from row to row and `step` from word to word, `matrix` has `width`. PACKED: words are as for `added`,
+// else floats.
 template <int SLAB, bool PACKED = true>
 INLINED void multiply(const void* rows, int stride, const void* matrix, int width, int words, Singles (*sums)[SLAB],
                       int step = 1) {
@@ -33,8 +34,8 @@ INLINED void multiply(const void* rows, int stride, const void* matrix, int widt
     }
 }
 
-// Adds to `sums` [rows, WIDTH] the products of COUNT tokens' channels `left`, of a multiple of ROWS rows, with all of
-// theirs, `right`.
+// Adds to `sums` [rows, WIDTH] the products of `left` and `right` summed over COUNT tokens: `left`[t][row] times
+// `right`[t]. `rows` is a multiple of ROWS.
 template <int COUNT, int LEFT, int WIDTH>
 INLINED void add_products(const float (*left)[LEFT], int rows, const float (*right)[WIDTH], float (*sums)[WIDTH]) {
     constexpr int SLAB = find_slab(WIDTH / LANES);

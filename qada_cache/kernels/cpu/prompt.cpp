@@ -1,5 +1,5 @@
 // Exact attention of many queries: the contract of `partial_attention` (reference.py), causal or not. `prompt.py`
-// builds this file, and says for what (prompt.h).
+// builds this file, with the macros of prompt.h.
 
 #include "prompt.h"
 
@@ -12,7 +12,7 @@ struct Strides {
     int64_t batch, head, token;  // in elements; those of a token lie one after the other
 };
 
-// What Python passes, in its order.
+// The arguments, `Call` of prompt.py.
 struct Call {
     const Number *query, *key, *value;  // [batch, heads or kv_heads, queries or tokens, DIM or VALUE_DIM]
     void* out;                            // [batch, heads, queries, VALUE_DIM], bfloat16 or float32
@@ -39,7 +39,8 @@ void write(const Call& call, const Strip& strip, int q, int64_t batch, int64_t h
             (strip.peak[q] + std::log2(strip.total[q])) * LN_2;
 }
 
-// The queries of a block, of all heads that share `keys` and `values`, packed: a tile serves all of them in turn.
+// Attention of a block of queries, of all heads that share the packed `keys` and `values`. All heads attend to a tile
+// before the next one.
 void attend(const Call& call, int64_t batch, int64_t kv_head, int64_t start, const uint32_t* keys,
             const uint32_t* values, Strip* strips) {
     const int64_t group = call.heads / call.kv_heads, stop = std::min(start + BLOCK, call.queries);

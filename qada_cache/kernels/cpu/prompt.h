@@ -1,10 +1,9 @@
-// What attention of many queries is made of, in bfloat16 by the processor's products of pairs, where it has them, or in
-// float32 (operations.h). Files that include this are built for a head's two sizes, the macros DIM and VALUE_DIM, and
-// for NUMBER.
+// Functions for attention of many queries: in bfloat16 if the processor multiplies pairs of it, else in float32
+// (operations.h). Files that include this are built for the macros DIM, VALUE_DIM and NUMBER.
 //
-// A strip of queries meets a tile of keys at a time: its scores, their weights and its sums stay in the first caches
-// and in registers, or in the processor's own tiles (tiles.h). Keys and values are packed first, once for a head, so
-// that one load has what a vector of sums needs:
+// A strip of queries attends to a tile of keys at a time. Scores, weights and sums stay in the first caches and in
+// registers, or in the processor's own tiles (tiles.h). Keys and values are packed first, once for a head, so that one
+// load has the operand of a vector of sums:
 //
 //   keys     [chunk][WORDS][CHUNK]                 neighbouring dimensions, of CHUNK keys
 //   values   [chunk][CHUNK / IN_WORD][VALUE_DIM]   neighbouring tokens
@@ -25,15 +24,15 @@ namespace {
 
 constexpr int STRIP = TILED ? 2 * SIDE : ROWS;  // queries
 constexpr int CHUNK = VECTORS * LANES;  // keys whose scores a strip sums at once
-constexpr int TILE = 256;  // keys between two looks at a strip's sums of values
+constexpr int TILE = 256;  // keys: after each tile a strip's sums of values are scaled and added to
 constexpr int round_to_tiles(int words) { return TILED ? (words + SIDE - 1) / SIDE * SIDE : words; }
 constexpr int WORDS = round_to_tiles(DIM / IN_WORD);  // of a query or a key, zeros behind
 static_assert(DIM % IN_WORD == 0 && VALUE_DIM % LANES == 0 && TILE % CHUNK == 0);
-constexpr int SUMMED = 64;  // of these, at once
+constexpr int SUMMED = 64;  // words of a partial sum of scores: long sums round more
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
-constexpr float FAR = 1 << 24;  // scores beyond are rounded as their peak is, from which they would else be far
+constexpr float FAR = 1 << 24;  // from this peak on, scores are scaled and rounded before the peak is subtracted
 
-// A query as words.
+// Packs a query's DIM channels into words.
 INLINED void pack_query(const Number* query, uint32_t* words) {
     if constexpr (IN_WORD * sizeof(Number) == 4) std::memcpy(words, query, DIM * sizeof(Number));
     else
@@ -43,7 +42,7 @@ INLINED void pack_query(const Number* query, uint32_t* words) {
         }
 }
 
-// A chunk of keys: those of `token(0)`, `token(1)` and so on, zeros behind `count`.
+// Packs a chunk of keys: those of tokens `token(0)`, `token(1)` and so on, and zeros behind `count`.
 template <typename Token>
 INLINED void pack_keys(const Number* key, int64_t stride, int64_t count, Token token, uint32_t* keys) {
     for (int each = 0; each < CHUNK; each += 4) {
@@ -57,14 +56,14 @@ INLINED void pack_keys(const Number* key, int64_t stride, int64_t count, Token t
     }
 }
 
-// Their values.
+// Packs values, as `pack_keys` packs keys.
 template <typename Token>
 INLINED void pack_values(const Number* value, int64_t stride, int64_t count, Token token, uint32_t* values) {
-    static const Number nothing[VALUE_DIM] = {};
+    static const Number zeros[VALUE_DIM] = {};
     for (int64_t each = 0; each < CHUNK; each += IN_WORD, values += VALUE_DIM) {
         const Number* rows[IN_WORD];
         for (int64_t next = 0; next < IN_WORD; next++)
-            rows[next] = each + next < count ? value + token(each + next) * stride : nothing;
+            rows[next] = each + next < count ? value + token(each + next) * stride : zeros;
         for (int d = 0; d < VALUE_DIM; d++) {
             if constexpr (IN_WORD == 2)
                 values[d] = loaded<uint16_t>(rows[0] + d) | (uint32_t)loaded<uint16_t>(rows[IN_WORD - 1] + d) << 16;
@@ -76,7 +75,7 @@ INLINED void pack_values(const Number* value, int64_t stride, int64_t count, Tok
     }
 }
 
-// Keys and values of all tokens, in so many chunks.
+// Packs keys and values of all tokens, in `chunks` chunks.
 inline void pack(const Number* key, int64_t key_stride, const Number* value, int64_t value_stride, int64_t tokens,
                  int64_t chunks, int64_t threads, uint32_t* keys, uint32_t* values) {
 #pragma omp parallel for num_threads(threads)
@@ -87,7 +86,7 @@ inline void pack(const Number* key, int64_t key_stride, const Number* value, int
     }
 }
 
-// Scores of a strip and a chunk of keys, `[STRIP][TILE]` floats; sums of fewer products round less.
+// Scores of a strip with a chunk of keys, unscaled, in rows of TILE floats.
 INLINED void score(const uint32_t (*query)[WORDS], const uint32_t* keys, float (*scores)[TILE]) {
     if constexpr (TILED) {
         for (int column = 0; column < CHUNK; column += 2 * SIDE)
@@ -103,15 +102,15 @@ INLINED void score(const uint32_t (*query)[WORDS], const uint32_t* keys, float (
         }
 }
 
-// What is known of a strip's queries after some tiles: sums of weighted values, of weights, and the largest score, in
-// powers of two.
+// The state of a strip's queries after some tiles: sums of weighted values, sums of weights, and the largest score,
+// scaled and times log2(e).
 struct Strip {
     float sums[STRIP][VALUE_DIM];
     float total[STRIP], peak[STRIP];
 };
 
-// The weights of a query's scores in a tile, of which the first `visible` count, to `weights`; what its sums so far
-// are to be multiplied by.
+// Writes the weights of a query's scores in a tile to `weights`, 0 from column `visible` on. Returns the factor for the
+// query's earlier sums of values, as its peak may have grown.
 INLINED float weigh(Strip& strip, int q, float* scores, int columns, int64_t visible, float scaling, Packed* weights) {
     for (int64_t column = std::max<int64_t>(visible, 0); column < columns; column++)
         scores[column] = -std::numeric_limits<float>::infinity();
@@ -137,8 +136,8 @@ INLINED float weigh(Strip& strip, int q, float* scores, int columns, int64_t vis
     return kept;
 }
 
-// Adds a tile's weighted values to a strip's sums, which are multiplied by `kept` first. In registers the tile's are
-// summed by themselves.
+// Multiplies a strip's sums by `kept`, and adds a tile's weighted values. Without the processor's tiles, these are
+// summed in registers first.
 INLINED void add(Strip& strip, const float* kept, const Packed (*weights)[TILE], const uint32_t* values, int columns) {
     const auto multiply_sums = [&](auto width, int first) {
         multiply_by_tiles<width>(weights, TILE / IN_WORD, values + first, VALUE_DIM, columns / IN_WORD,
@@ -170,7 +169,7 @@ void begin(Strip& strip) {
     std::fill_n(strip.peak, STRIP, -std::numeric_limits<float>::infinity());
 }
 
-// Adds what a strip's queries give the first `columns`, whole chunks, of a tile of packed keys and values; query `q`
+// Attention of a strip's queries over the first `columns`, whole chunks, of a tile of packed keys and values. Query `q`
 // sees the first `visible(q)` of them. `scaling` is that of scores times log2(e).
 template <typename Visible>
 INLINED void meet(Strip& strip, const uint32_t (*query)[WORDS], const uint32_t* keys, const uint32_t* values,

@@ -19,7 +19,7 @@ MIN_QUERIES = 64  # fewer are bound by memory, as decoding is
 MIN_TOKENS = 512  # fewer keys are not worth a build
 SOURCE = Path(__file__).with_name("prompt.cpp")
 NUMBERS = {torch.bfloat16: "uint16_t", torch.float32: "float"}  # as C++ has them
-OUT = (torch.bfloat16, torch.float32)  # what it writes, whatever it reads
+OUT = (torch.bfloat16, torch.float32)  # dtypes of `out`, whatever the queries' dtype
 
 
 class Call(ctypes.Structure):
@@ -110,7 +110,7 @@ def count_pairs(query: Tensor, key: Tensor) -> int:
 
 
 def define(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """The macros that `SOURCE` is built with, and what says which instructions there are."""
+    """The macros that `SOURCE` is built with, and flags that take away instructions which the processor lacks."""
     there, kind = read_instructions(), find_kind(read_instructions())
     lacking = (flag for name, flag in kind.better.items() if name not in there) if kind else ()
     return f"-DDIM={dim}", f"-DVALUE_DIM={value_dim}", f"-DNUMBER={NUMBERS[dtype]}", *lacking

@@ -1,4 +1,4 @@
-// Attention of a head's queries over tokens in records: by their codes, or decoded where values are channels of keys.
+// Attention of a head's queries over tokens in records: by codes, or decoded if values are channels of keys.
 
 #pragma once
 
@@ -18,7 +18,7 @@ struct DecodedAttention {
     const std::unique_ptr<Recorded> room{new Recorded};
     const std::unique_ptr<Block[]> blocks{new Block[BLOCKS]};
 
-    // `queries` [QUERIES, DIM].
+    // All `queries` [QUERIES, DIM] of the head attend, whichever ask.
     DecodedAttention(const Decoding& by, const Element* queries, float scaling) : by(by), scaling(scaling) {
         for (int b = 0; b < BLOCKS; b++) blocks[b].begin(queries + b * LANES * DIM, QUERIES - b * LANES);
     }
@@ -26,7 +26,7 @@ struct DecodedAttention {
     void add_spans(int64_t start, int64_t stop) { add(ContiguousPlaces{}, start, stop); }
     void add_listed(const int32_t* tokens, int64_t count) { add(IndexedPlaces{tokens, count, 0}, 0, count); }
 
-    // Tokens at `places` from number `start` to `stop`, in tiles of one segment.
+    // Adds tokens `places[start]` to `places[stop - 1]`, in tiles that lie in one segment each.
     template <typename Places>
     void add(Places places, int64_t start, int64_t stop) {
         for (int64_t first = start, next; first < stop; first = next) {
@@ -59,8 +59,8 @@ DecodedAttention attend_to_records(const Decode& call, const Selecting&, int64_t
     return {by, call.query + (row * call.kv_heads + head) * QUERIES * DIM, call.scaling};
 }
 #else
-RecordAttention attend_to_records(const Decode& call, const Selecting& own, int64_t row, int64_t head) {
-    return {own.estimates(call, row, head), call.record_places(row, head), own.turned, own.asking};
+RecordAttention attend_to_records(const Decode& call, const Selecting& selecting, int64_t row, int64_t head) {
+    return {selecting.estimates(call, row, head), call.record_places(row, head), selecting.turned, selecting.asking};
 }
 #endif
 

@@ -58,7 +58,7 @@ def decode_records(
         sketch: of these rows and heads, with room for all of the bulk's tokens.
         weights: `m`, float32 `[heads, dim]` or `[dim]`.
         layout: of the records.
-        segments: of the bulk, the last of which may be longer.
+        segments: number of the bulk's segments; the last one may be longer.
     """
     if not records.is_cpu or not records.numel() or records.stride()[2:] != (layout.size, 1):
         return None

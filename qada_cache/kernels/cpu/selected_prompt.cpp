@@ -1,9 +1,9 @@
-// Selected attention of a prompt's queries, one KV head at a time: what `selected_prompt.py` says, which builds this
-// file, in the macros of prompt.h and its own.
+// Selected attention of a prompt's queries, one KV head at a time, by the method that `selected_prompt.py` describes.
+// It builds this file, with the macros of prompt.h and its own.
 //
-// A block of queries of one head meets its near keys, then the codes of the far ones from the newest on. A word has
-// four dimensions of a key. A query's scores are powers of two, less the one of all near keys together (`Block::base`),
-// so that sums neither vanish nor overflow.
+// A block of queries of one head attends to its near keys, then scans the codes of its far keys from the newest on. A
+// word has codes of four channels of a key. Scores are exponents of two, and relative to the sum over all near keys
+// (`Block::base`), so that sums of weights neither vanish nor overflow.
 
 #include "far_keys.h"
 
@@ -16,7 +16,7 @@ INLINED Singles about_power_of_two(Singles x) {
     return (Singles)not_negative(to_nearest(fused(x, all(ONE), all((127 - LESS) * ONE))));
 }
 
-// Adds to `sums` the products of so many words of a strip's codes and keys'.
+// Adds to `sums` the products of COUNT words of a strip's codes with those of keys.
 template <int COUNT>
 INLINED void add_codes(Singles (*sums)[AT_ONCE], const uint32_t (*queries)[CODE_WORDS], const uint32_t* codes) {
     Words columns[AT_ONCE][COUNT];
@@ -29,8 +29,8 @@ INLINED void add_codes(Singles (*sums)[AT_ONCE], const uint32_t (*queries)[CODE_
     }
 }
 
-// Estimated scores of a strip and some of a segment's keys, AT_ONCE vectors from `first` on, to `scores`; which keys
-// reach the cut, to `asked`.
+// Writes estimated scores of a strip with AT_ONCE vectors of a segment's keys, from `first` on, to `block.scores`, and
+// marks the keys that reach a query's cut in `asked`.
 INLINED void estimate(Block& block, int strip, const FarKeys& far, int64_t segment, int first, Marks* asked) {
     const uint32_t* codes = far.codes.get() + segment * CODE_WORDS * SEGMENT + first;
     Singles sums[STRIP][AT_ONCE];  // integers
@@ -55,7 +55,7 @@ INLINED void estimate(Block& block, int strip, const FarKeys& far, int64_t segme
     }
 }
 
-// Scores of a chunk of centres, from `segment` on, to `centred`.
+// Writes scores of a chunk of centres, from `segment` on, to `block.centred`.
 void score_centres(Block& block, const Call& call, const FarKeys& far, int64_t segment, int64_t segments) {
     const auto token = [&](int64_t each) { return segment + each; };
     pack_keys(far.centres.get(), DIM, segments - segment, token, block.keys);
@@ -69,7 +69,8 @@ void score_centres(Block& block, const Call& call, const FarKeys& far, int64_t s
     }
 }
 
-// Meets so many segments of far keys: sums of what is estimated of those unread, and the others to `chosen`.
+// Scans the codes of `segments` segments of far keys: tokens to read go to `block.chosen`, and the others are added to
+// the sums of unread weights.
 void scan(Block& block, const Call& call, const FarKeys& far, int64_t segments) {
     const float share = std::log2(call.threshold / (segments * SEGMENT));
     block.chosen.clear();
@@ -99,7 +100,7 @@ void scan(Block& block, const Call& call, const FarKeys& far, int64_t segments) 
     }
 }
 
-// Attention of a query over what it read and the estimate of the rest.
+// Writes the output of a query: attention over the keys it read, merged with the estimate for unread ones.
 void write(const Block& block, const Call& call, int64_t head, int64_t query, int q) {
     const Strip& strip = block.strips[q / STRIP];
     const float unread = sum_of(block.unread[q]);
@@ -119,7 +120,7 @@ void write(const Block& block, const Call& call, int64_t head, int64_t query, in
     }
 }
 
-// A block of queries of a head; `keys` and `values` of all tokens, packed.
+// Attention of a head's block of queries, number `index`. `keys` and `values` are of all tokens, packed.
 void attend(Block& block, const Call& call, const FarKeys& far, int64_t head, int64_t index, const uint32_t* keys,
             const uint32_t* values) {
     const int64_t start = index * BLOCK, count = std::min<int64_t>(BLOCK, call.queries - start);
@@ -179,7 +180,7 @@ void attend(const Call& call) {
     std::unique_ptr<uint32_t[]> values(new uint32_t[chunks * CHUNK / IN_WORD * VALUE_DIM]);
     const FarKeys far = describe(call, (far_stop(call, (blocks - 1) * BLOCK) - call.first) / SEGMENT);
     std::vector<Block> room(call.threads);
-    for (Block& block : room) block.chosen.reserve(call.tokens);  // nothing may be thrown in a thread
+    for (Block& block : room) block.chosen.reserve(call.tokens);  // no thread may throw
     pack(call.key, call.key_token, call.value, call.value_token, call.tokens, chunks, call.threads, keys.get(),
          values.get());
     // The last ones first: they see most.

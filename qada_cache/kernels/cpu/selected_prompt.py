@@ -1,14 +1,14 @@
-"""Selected attention of a prompt on the CPU: its queries read, a block at a time, those keys that they ask for.
+"""Selected attention of a prompt on the CPU: a block of queries reads those keys that one of them selects.
 
-Queries of a block and one head see *near* keys exactly: the sinks, and the windows of all of them, both in whole
-segments. Of the others, the *far* ones, they read together what any of them asks for: a key that gets `threshold` times
-an even share of what the query has met: near keys and, from the newest on, tiles of far ones. For the unread stands
-their estimated mass, with values on the line of regression, as in decoding (`sketch/selection.py`).
+The queries of a block and one head read *near* keys exactly: the sinks, and the windows of all queries, both in whole
+segments. All other keys are *far*. A query selects a far key that gets `threshold` times an even share of the weight so
+far: of near keys and, from the newest on, of tiles of far ones. The block reads all keys that any query selects. Unread
+keys are replaced by an estimate of their weight, with values on the line of regression, as in decoding
+(`sketch/selection.py`).
 
 Estimates of scores are products of bytes. A prompt is bound by arithmetic, and 8 bits cost no more than the sketch's
 few: keys less the mean of their segment, and queries, rotated and rounded to 127 levels of their own largest number;
-to 63 where the processor sums products in 16 bits, faster than it would more exact ones in 32.
-Nothing that a query is told comes from later tokens.
+to 63 where the processor sums products in 16 bits, faster than in 32. No query's output depends on later tokens.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-// Selected attention's call, and a block of queries and their codes.
+// Selected attention: the arguments from Python, the state of a block of queries, and the queries' codes.
 
 #pragma once
 
@@ -16,16 +16,16 @@ constexpr int ZERO = QUERY_SIGNED ? 0 : LEVELS;
 constexpr int STRIPS = BLOCK / STRIP;
 constexpr int CODE_WORDS = DIM / 4;
 constexpr int PARTS = SEGMENT / LANES;  // vectors of a segment's keys
-constexpr int AT_ONCE = TOGETHER == 1 ? VECTORS : 1;  // vectors of keys whose scores are estimated, as registers hold
+constexpr int AT_ONCE = TOGETHER == 1 ? VECTORS : 1;  // vectors of keys whose estimates fit into registers
 constexpr int WIDTH = (DIM + VALUE_DIM + 15) / 16 * 16;  // of a key and its value: zeros behind
-constexpr float FLAT = 1e-6;  // a variance of scores below is rounding, and values follow nothing
-constexpr float MOST = 100;  // a key of a score beyond is always read
+constexpr float FLAT = 1e-6;  // a lower variance of scores is rounding: the slope of values is 0 then
+constexpr float MOST = 100;  // a key with a higher score, less `base`, is always read
 
-// What Python passes, in its order. Tokens are of the prompt, queries those from `start` on.
+// The arguments from Python, in its order. Tokens are those of the prompt; queries are of tokens from `start` on.
 struct Call {
     const Number *query, *key, *value;  // [group, queries, DIM], [tokens, DIM], [tokens, VALUE_DIM]
     void* out;  // [group, queries, VALUE_DIM], bfloat16 or float32
-    int64_t* unread;  // to which the pairs of a query and a far key that were not read are added
+    int64_t* unread;  // the number of pairs of a query and an unread far key is added to it
     int64_t query_head, query_token, key_token, value_token, out_head, out_token;  // strides, in numbers
     int64_t group, queries, tokens, start, first, window;
     int64_t narrow;  // whether `out` is bfloat16
@@ -33,7 +33,7 @@ struct Call {
     double scaling, threshold;
 };
 
-// Far keys of a block: whole segments between sinks and the window of its first query.
+// The end of a block's far keys, whole segments between sinks and the window of its first query.
 inline int64_t far_stop(const Call& call, int64_t query) {
     return (call.start + query - call.window + 1) / SEGMENT * SEGMENT;
 }
@@ -44,14 +44,15 @@ struct Block {
     alignas(64) float query_steps[BLOCK], base[BLOCK], cut[BLOCK];
     alignas(64) float centred[BLOCK][CHUNK];  // scores of the centres of some segments, less `base`
     alignas(64) float scores[BLOCK][SEGMENT];
-    Singles met[BLOCK], unread[BLOCK], lifted[BLOCK];  // sums of weights, of those unread, and of these by their scores
-    alignas(64) float slopes[BLOCK][VALUE_DIM], mean_scores[BLOCK];  // of lines of regression, in powers of two
-    alignas(64) float means[WIDTH];  // of far keys and their values
+    // Sums of estimated weights: of all keys so far, of unread ones, and of unread ones times their scores.
+    Singles met[BLOCK], unread[BLOCK], lifted[BLOCK];
+    alignas(64) float slopes[BLOCK][VALUE_DIM], mean_scores[BLOCK];  // of regression; scores are times log2(e)
+    alignas(64) float means[WIDTH];  // means of far keys, less the first centre, and of their values
     uint32_t keys[TILE * WORDS], values[TILE / IN_WORD * VALUE_DIM];
     std::vector<int64_t> chosen;
 };
 
-// What codes are of: Hadamard blocks, of COUNT keys or queries at once.
+// Rotates the channels of COUNT keys or queries, before they are coded, by Hadamard blocks of ROTATED channels.
 template <int COUNT>
 void rotate(float (*states)[COUNT]) {
     for (int half = 1; half < ROTATED; half *= 2)
@@ -65,17 +66,18 @@ void rotate(float (*states)[COUNT]) {
         for (int c = 0; c < COUNT; c++) states[d][c] *= 1 / std::sqrt(float(ROTATED));
 }
 
-// The queries' codes, from their states, which are rotated.
+// Rotates the queries' `states` in place, and codes them.
 void encode(Block& block, float (*states)[BLOCK], float scaling) {
     rotate(states);
-    float most[BLOCK], finer[BLOCK];
+    float most[BLOCK], inverse_steps[BLOCK];
     std::fill_n(most, BLOCK, std::numeric_limits<float>::min());
     for (int d = 0; d < DIM; d++)
         for (int q = 0; q < BLOCK; q++) most[q] = std::max(most[q], std::abs(states[d][q]));
-    for (int q = 0; q < BLOCK; q++) finer[q] = LEVELS / most[q], block.query_steps[q] = most[q] / LEVELS * scaling;
+    for (int q = 0; q < BLOCK; q++)
+        inverse_steps[q] = LEVELS / most[q], block.query_steps[q] = most[q] / LEVELS * scaling;
     for (int d = 0; d < DIM; d++) {
         Code codes[BLOCK];
-        for (int q = 0; q < BLOCK; q++) codes[q] = ZERO + (int)std::nearbyint(states[d][q] * finer[q]);
+        for (int q = 0; q < BLOCK; q++) codes[q] = ZERO + (int)std::nearbyint(states[d][q] * inverse_steps[q]);
         for (int q = 0; q < BLOCK; q++) ((Code*)block.query_codes[q])[d] = codes[q];
     }
 }

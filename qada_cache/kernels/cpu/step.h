@@ -9,35 +9,34 @@
 
 namespace {
 
-constexpr int SHARES = 4;  // of the work for each thread, as they do not all get to work at once
-constexpr int64_t MOST_HEADS = 4;  // of a share: a scan keeps what it estimates of each of its tokens
-constexpr int64_t WEIGHED = 16;  // products that weighing a token by its estimate takes as long as
+constexpr int SHARES = 4;  // parts of the work for each thread, as threads do not all start at once
+constexpr int64_t MOST_HEADS = 4;  // of a share: its scans keep estimates of all tokens of these heads in memory
+constexpr int64_t WEIGHED = 16;  // judging a token by its estimate takes as long as so many products
 
-// Parts to split a head's keys into when `heads` of them are shared by `threads`.
+// The number of parts to split each head's keys into, so that `threads` share the work of `heads` heads.
 int64_t count_splits(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
     int64_t wanted = threads == 1 ? 1 : (SHARES * threads + heads - 1) / heads;
     return std::max<int64_t>(1, std::min(wanted, tokens / split_tokens));
 }
 
-// Tokens of a bulk from `start` to `stop`, or of those that a scan has left, all of them in records or none; the result
-// goes to `part`.
+// Tokens that one thread reads: a bulk's from `start` to `stop`, or with a `scan` those of its list. All of them lie in
+// records, or none. The partial attention goes to `part`.
 struct Job {
     int64_t head, start, stop, part;
     const Scan* scan;
     bool recorded;
 };
 
-// One decode step of some heads, in phases: what follows from a phase is planned by one thread, the rest is done by all
-// that the step has.
+// One decode step of some heads, in phases. One thread plans each next phase; all threads of the step compute it.
 struct Share {
     const Decode& call;
-    const int64_t first_head, head_count;  // of all rows' heads: the first one here, and how many
+    const int64_t first_head, head_count;  // this share's, among the KV heads of all rows
     const int threads;
-    std::vector<Scan>& pool;  // which keeps its memory, as that of a step comes page by page, slower than it is used
-    Reading* const reading;   // what is read of a bulk that rows share, which then counts instead of bytes here
+    std::vector<Scan>& pool;  // kept from step to step, as new memory comes page by page, slower than it is used
+    Reading* const reading;   // if rows share a bulk, it counts what they read, instead of the byte counters here
     std::vector<float> local_out, local_lse, parts, part_lse;
     std::vector<int64_t> first_part, part_count;  // of each head: local attention, pending tokens, bulk; none if local
-    std::vector<int64_t> first_scan;  // of each head, whose scans lie side by side; and where the last one's end
+    std::vector<int64_t> first_scan;  // [head_count + 1]: index of each head's first scan in `pool`; then their number
     std::vector<uint8_t> needed, selects;  // whether a head reads its bulk, and selects tokens of it
     std::vector<Job> jobs;
     std::vector<Selecting> selecting;
@@ -59,7 +58,7 @@ struct Share {
         selects[head] = needed[head] && call.sketched_row(row) && selecting[head].ask(call, row, kv_head, lse);
     }
 
-    // The place of one more part of a head, all of which lie side by side.
+    // Appends a part for a head, and returns its index. The parts of a head are neighbours.
     int64_t add_part(int64_t head) {
         int64_t part = part_lse.size() / QUERIES;
         if (!part_count[head]++) first_part[head] = part;
@@ -73,8 +72,8 @@ struct Share {
         std::copy(lse, lse + QUERIES, &part_lse[part * QUERIES]);
     }
 
-    // A job for each of `splits` parts of a head's tokens, or of those that a scan has left. Bulks of records are read
-    // in whole spans.
+    // Adds `splits` jobs, of tokens `start` to `stop` of a head's bulk, or of the list of a `scan`. Bulks in records
+    // are split at whole spans.
     void add_jobs(int64_t head, int64_t start, int64_t stop, int64_t splits, bool recorded,
                   const Scan* scan = nullptr) {
         const int64_t unit = recorded && !scan ? SPAN : 1, units = (stop - start) / unit;
@@ -87,7 +86,7 @@ struct Share {
         else reading->note(kv_head_of(head), start, stop, scan ? scan->tokens.data() : nullptr);
     }
 
-    // Of heads that need their bulk: what to read, or to scan.
+    // Plans jobs for heads that read their whole bulk, and scans for heads that select tokens.
     void plan_reading() {
         int64_t flagged = std::count(needed.begin(), needed.end(), 1);
         for (int64_t head = 0; head < head_count; head++) {
@@ -118,24 +117,24 @@ struct Share {
     }
 
     void scan(Scan& part, const float* score_cut) {
-        const Selecting& own = selecting[part.head];
-        Estimates found = own.estimates(call, row_of(part.head), kv_head_of(part.head));
-        part.run(found, own.log_buffer, score_cut, call.log_share_cut(row_of(part.head)));
+        const Selecting& head_selecting = selecting[part.head];
+        Estimates estimates = head_selecting.estimates(call, row_of(part.head), kv_head_of(part.head));
+        part.run(estimates, head_selecting.log_buffer, score_cut, call.log_share_cut(row_of(part.head)));
     }
 
-    // Of what a scan has left, by the weight of all tokens of the head.
+    // Keeps those tokens of a scan's list that reach the cut, now that the weight of all tokens of the head is known.
     void apply_cut(Scan& part) {
-        const Selecting& own = selecting[part.head];
+        const Selecting& head_selecting = selecting[part.head];
         float score_cut[QUERIES], log_share = call.log_share_cut(row_of(part.head));
         bool missed = false;
-        for (int q = 0; q < own.count; q++) {
-            float log_all = own.log_buffer[q];
+        for (int q = 0; q < head_selecting.count; q++) {
+            float log_all = head_selecting.log_buffer[q];
             for (int64_t i = first_scan[part.head]; i < first_scan[part.head + 1]; i++)
                 log_all = log_sum(log_all, pool[i].log_mass(q));
             score_cut[q] = log_all + log_share;
-            missed |= own.score_cut[q] > score_cut[q];
+            missed |= head_selecting.score_cut[q] > score_cut[q];
         }
-        if (missed) {  // others still read this scan's weights
+        if (missed) {  // a scan of its own: other threads still read this one's weights
             Scan again{};
             again.head = part.head;
             again.start = part.start;
@@ -147,16 +146,17 @@ struct Share {
             std::copy(again.unread_mass, again.unread_mass + QUERIES, part.unread_mass);
             std::copy(again.lifted, again.lifted + QUERIES, part.lifted);
         }
-        part.apply_cut(score_cut, own.count);
+        part.apply_cut(score_cut, head_selecting.count);
     }
 
-    // What is not read, as one more token: see `select_tokens` for what it weighs and says.
+    // Sets the last of a head's first three parts: unread tokens as one token, with weight and value as by
+    // `select_tokens` and `estimate_unread` (sketch/selection.py).
     void add_unread(int64_t head) {
         const float* mean = call.mean_value.at(row_of(head), kv_head_of(head));
         const int64_t place = first_part[head] + 2;  // behind local and pending tokens
         float *values = &parts[place * SIZE], *log_unread = &part_lse[place * QUERIES];
         const Scan *begin = &pool[first_scan[head]], *end = begin + first_scan[head + 1] - first_scan[head];
-        int asked = 0;  // of the queries, those that ask
+        int asked = 0;  // index of the query among those that read the bulk
         for (int q = 0; q < QUERIES; q++) {
             std::copy(mean, mean + VALUE_DIM, values + q * VALUE_DIM);
             log_unread[q] = -INFINITY;
@@ -174,7 +174,7 @@ struct Share {
                               sum_of(scan->unread_mass[asked]);
             double variance = squares / count - sum / count * (sum / count);
             const float* along = selecting[head].along + asked * VALUE_DIM;
-            if (!(variance <= 0) && log_unread[q] > -INFINITY)  // of a score that is a nan it has to show
+            if (!(variance <= 0) && log_unread[q] > -INFINITY)  // a nan in scores has to show in the output
                 for (int v = 0; v < VALUE_DIM; v++)
                     values[q * VALUE_DIM + v] += (lifted - sum / count) / variance * along[v];
             log_unread[q] += call.log_unread_weight;
@@ -186,7 +186,7 @@ struct Share {
         int64_t selected = 0;
         jobs.clear();
         for (int64_t i = 0; i < scan_count; i++) selected += pool[i].count;
-        int64_t enough = std::max(call.split_tokens, selected / (SHARES * threads));
+        int64_t job_tokens = std::max(call.split_tokens, selected / (SHARES * threads));
         for (int64_t i = 0; i < scan_count; i++) {
             const Scan& part = pool[i];
             const int32_t* tokens = part.tokens.data();
@@ -197,8 +197,8 @@ struct Share {
                 add_part(head);
             }
             recorded = recorded ? std::lower_bound(tokens, tokens + part.count, recorded) - tokens : 0;
-            add_jobs(head, 0, recorded, (recorded + enough - 1) / enough, true, &part);
-            add_jobs(head, recorded, part.count, (part.count - recorded + enough - 1) / enough, false, &part);
+            add_jobs(head, 0, recorded, (recorded + job_tokens - 1) / job_tokens, true, &part);
+            add_jobs(head, recorded, part.count, (part.count - recorded + job_tokens - 1) / job_tokens, false, &part);
         }
     }
 
@@ -211,7 +211,7 @@ struct Share {
         int64_t row = row_of(job.head), kv_head = kv_head_of(job.head), count = job.stop - job.start;
         float *out = &parts[job.part * SIZE], *lse = &part_lse[job.part * QUERIES];
         const int32_t* listed = job.scan ? &job.scan->tokens[job.start] : nullptr;
-        // Without records none of their code is compiled: a build would take a third longer.
+        // Without records their code is not compiled, as it makes a build a third longer.
         if constexpr (CODED)
             if (job.recorded) {
                 auto bulk = attend_to_records(call, selecting[job.head], row, kv_head);
@@ -226,7 +226,7 @@ struct Share {
         if (!listed) {
             if (first == 0) call.add_columns(bulk, call.rows.pending.at(row), row, kv_head);
             bulk.add(key + first * DIM, value + first * VALUE_STRIDE, count);
-        } else if constexpr (!CODED) {  // else all that a sketch selects lies in records
+        } else if constexpr (!CODED) {  // with records, all selected tokens lie in records
             bulk.add(key, value, count, IndexedPlaces{listed, count, recorded});
         }
         bulk.finish(out, lse);
@@ -235,18 +235,19 @@ struct Share {
     void merge_parts(int64_t head) {
         float merged[VALUE_DIM], lse;
         for (int q = 0; q < QUERIES; q++) {
-            const float* found = &local_out[head * SIZE + q * VALUE_DIM];
+            const float* output = &local_out[head * SIZE + q * VALUE_DIM];
             const int64_t part = first_part[head], query = (first_head + head) * QUERIES + q;
             if (call.flags[query]) {
                 merge(&parts[part * SIZE], &part_lse[part * QUERIES], part_count[head], q, merged, &lse);
-                found = merged;
+                output = merged;
             }
-            for (int v = 0; v < VALUE_DIM; v++) call.out[query * VALUE_DIM + v] = to_element(found[v]);
+            for (int v = 0; v < VALUE_DIM; v++) call.out[query * VALUE_DIM + v] = to_element(output[v]);
         }
     }
 
-    // Calls `work` with each number below `count`, by all threads if they have products enough for that. No exception
-    // may leave a thread of a parallel region: the first one ends all work that is tried after it.
+    // Calls `work` with each number below `count`, by all threads unless `products` are too few to wake them. No
+    // exception may leave a parallel region: after the first one, the remaining numbers are skipped, and it is thrown
+    // behind the region.
     template <typename Work>
     void each(int64_t count, int64_t products, Work work) {
         if (threads == 1 || count <= 1 || products < call.alone) {
@@ -263,24 +264,24 @@ struct Share {
         if (failed) throw std::bad_alloc();
     }
 
-    // Heads are decided about first; then the bulks of those that need it are read, which is where the time goes, or
-    // their sketches and what these leave.
+    // Decides for all heads. Then reads the bulks of those that need them, which takes most of the time, or scans their
+    // sketches and reads the selected tokens.
     void run() {
-        constexpr int64_t of_token = QUERIES * (DIM + VALUE_DIM);
-        each(head_count, head_count * call.rows.columns * of_token, [&](int64_t head) { decide_head(head); });
+        constexpr int64_t token_products = QUERIES * (DIM + VALUE_DIM);
+        each(head_count, head_count * call.rows.columns * token_products, [&](int64_t head) { decide_head(head); });
         plan_reading();
-        each(jobs.size(), count_tokens() * of_token, [&](int64_t i) { read(jobs[i]); });
+        each(jobs.size(), count_tokens() * token_products, [&](int64_t i) { read(jobs[i]); });
         if (scan_count) {
-            int64_t scanned = 0, left = 0;
+            int64_t scanned = 0, kept = 0;  // tokens
             for (int64_t i = 0; i < scan_count; i++) scanned += pool[i].stop - pool[i].start;
             each(scan_count, scanned * QUERIES * DIM,
                  [&](int64_t i) { scan(pool[i], selecting[pool[i].head].score_cut); });
-            for (int64_t i = 0; i < scan_count; i++) left += pool[i].count;
-            each(scan_count, left * QUERIES * WEIGHED, [&](int64_t i) { apply_cut(pool[i]); });
+            for (int64_t i = 0; i < scan_count; i++) kept += pool[i].count;
+            each(scan_count, kept * QUERIES * WEIGHED, [&](int64_t i) { apply_cut(pool[i]); });
             plan_selected();
             for (int64_t head = 0; head < head_count; head++)
                 if (selects[head]) add_unread(head);
-            each(jobs.size(), count_tokens() * of_token, [&](int64_t i) { read(jobs[i]); });
+            each(jobs.size(), count_tokens() * token_products, [&](int64_t i) { read(jobs[i]); });
         }
         for (int64_t head = 0; head < head_count; head++) merge_parts(head);
     }

@@ -1,4 +1,4 @@
-// What is done with vectors of floats, one of each token or dimension.
+// Functions of vectors of floats, which have one float of each token or channel.
 
 #pragma once
 
@@ -14,7 +14,7 @@ inline float sum_of(Lanes lanes) {
     return total;
 }
 
-// The sums of four vectors, which together take half as many instructions.
+// The sums of four vectors [4], in half as many instructions as one by one.
 template <typename Lanes>
 inline void sum_of_each(const Lanes (&lanes)[4], float* to) {
 #if defined(__AVX512F__)
@@ -61,7 +61,7 @@ inline float log_sum(float a, float b) {  // nan if one is, which may not be the
     return peak == -INFINITY ? a + b : peak + logf(expf(a - peak) + expf(b - peak));
 }
 
-// As floats; compilers would convert one after the other.
+// Bytes as floats, by intrinsics, as compilers would convert them one by one.
 inline Singles widen(Octets octets) {
 #if defined(__AVX512F__)
     return (Singles)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)octets));
@@ -78,7 +78,8 @@ inline Singles widen(Octets octets) {
 constexpr int32_t NUMBERS[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 const Integers numbered = loaded<Integers>(NUMBERS);
 
-// 2^x but for an error of 3e-6: a whole power times a polynomial for what is left. Far above 1, large or infinite.
+// 2^x with a relative error of 3e-6: 2 to the whole part of x, times a polynomial of the fraction. For x above 125,
+// large or infinite.
 inline Singles power_of_two(Singles x) {
 #if defined(__AVX512DQ__)
     Singles r = (Singles)_mm512_reduce_ps((__m512)x, 1);  // above the next lower whole number
@@ -97,7 +98,7 @@ inline Singles power_of_two(Singles x) {
 #endif
 }
 
-// One bit for each token where `mask` is set, which is in all bits or none.
+// One bit for each token whose lane of `mask` is set. A lane has all bits set or none.
 inline uint64_t bits_of(Integers mask) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
@@ -112,7 +113,7 @@ inline uint64_t bits_of(Integers mask) {
 #endif
 }
 
-// Writes the marked ones of `lanes` one after the other, and anything behind them, as many as a vector has in all.
+// Writes the lanes that `bits` marks one after the other. Up to a whole vector may be written: behind them is garbage.
 template <typename Lanes>
 inline void compress(Lanes lanes, uint64_t bits, void* to) {
 #if defined(__AVX512F__)

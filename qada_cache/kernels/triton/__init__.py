@@ -49,7 +49,7 @@ def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
 
 
 class BoundLaunches:
-    """What stays as it is until storage changes: sizes, numbers and tensors of a layer's kernels."""
+    """The launches of a layer's kernels, with sizes, numbers and tensors that stay the same until storage changes."""
 
     _given: Given | None = None
 
@@ -149,7 +149,7 @@ class BoundLaunches:
         })  # fmt: skip
 
     def compute(self, query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
-        """`fused_decode` for another query and other rows than those that were bound."""
+        """`fused_decode` for a query like the bound one, and any rows."""
         states, log_bulk = query.states.contiguous(), query.log_bulk
         assert log_bulk is not None
         out, flags = states.new_empty(self._out), states.new_empty(self._flags, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What the decode kernels do with a block of tokens, and with the segments of a sketch; names as in `kernels.py`.
+"""Functions of the decode kernels for a block of tokens, and for the segments of a sketch; names as in `kernels.py`.
 
 `../../sketch` says what is computed of a sketch.
 """
@@ -172,14 +172,14 @@ def rotate(b_values, SIZE: tl.constexpr):
 
 @triton.jit
 def to_nearest(b_values):
-    """Of numbers that 22 bits hold."""
+    """The nearest integers, as float32, of numbers below 2^22 in size."""
     return (b_values + 12582912.0) - 12582912.0  # 1.5 * 2^23
 
 
 @triton.jit
 def round_queries(b_rotated, TWICE: tl.constexpr):
-    """Rotated queries in 8-bit integers and, if `TWICE`, what these leave `FINER` times as fine, for `take_high` and
-    `take_low` [BLOCK_G, BLOCK_D]; and their units [BLOCK_G]."""
+    """Rotated queries rounded to 8-bit integers and, if `TWICE`, their remainders rounded `FINER` times as finely:
+    int32 [BLOCK_G, BLOCK_D], for `take_high` and `take_low`; and their units [BLOCK_G]."""
     b_unit = tl.div_rn(tl.maximum(tl.max(tl.abs(b_rotated), axis=1), MIN_PEAK), QUERY_LEVELS)
     b_scaled = b_rotated * (1.0 / b_unit)[:, None]
     b_high = to_nearest(b_scaled)
@@ -191,19 +191,19 @@ def round_queries(b_rotated, TWICE: tl.constexpr):
 
 @triton.jit
 def take_high(b_both):
-    """The integers of `round_queries`, int8."""
+    """The rounded queries of `round_queries`, int8."""
     return b_both.to(tl.int8)
 
 
 @triton.jit
 def take_low(b_both):
-    """What the integers of `round_queries` leave, int8."""
+    """The rounded remainders of `round_queries`, int8."""
     return (b_both >> 8).to(tl.int8)
 
 
 @triton.jit
 def dot_bytes(b_sum, b_bytes, b_integers):
-    """`b_sum` and, int32 likewise, the product of four unsigned bytes of a word with four signed ones of another."""
+    """`b_sum` plus the product of four unsigned bytes of a word with four signed ones of another; all are int32."""
     if _INTERPRETED:
         for byte in tl.static_range(4):
             b_sum += ((b_bytes >> 8 * byte) & 255) * ((b_integers << (24 - 8 * byte)) >> 24)

@@ -224,13 +224,13 @@ def scale_kernel(
 
 
 def find_sizes(layout: Layout, segment: int) -> dict[str, int]:
-    """What every kernel is told of a sketch's segments and words."""
+    """The compile-time sizes of a sketch's segments and words, for every kernel."""
     return {"SEGMENT": segment, **dict(zip(("FOURS", "TWOS", "ONES"), layout.words, strict=True))}
 
 
 @functools.cache
 def _bind_coding(layout: Layout, segment: int, last: int) -> tuple[Launches, Launches, Launches, int]:
-    """Of the three kernels, for segments of these sizes; and how many tokens `code_kernel` codes at once."""
+    """The launches of the three kernels for segments of these sizes, and the tokens of a `code_kernel` program."""
     wide = triton.next_power_of_2(layout.dim)
     sizes = find_sizes(layout, segment) | {"D": layout.dim, "BLOCK_D": wide}
     at_once = min(CODED_NUMBERS // wide, segment)

@@ -56,11 +56,11 @@ def correlate_kernel(
     s_row, s_head, s_token, s_other_row, s_other_head, s_other_token, count, tokens, chunks,
     V: tl.constexpr, BLOCK_V: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk the means, and the sum of products of what is off from them, [V, D]; one program a (`COLUMNS`
-    channels of `p_right` and chunk, head, row).
+    """Write the means of each chunk, and the sum of products of deviations from them, [V, D]. There is one program for
+    each (chunk and `COLUMNS` channels of `p_right`, head, row).
 
-    `p_left` are `[rows, heads, tokens, V]` and `p_right` (D); strides are in blocks of `BLOCK`. Means found are `[rows,
-    heads, chunks + 1, *]`, products `[rows, heads, chunks, V, D]`.
+    `p_left` is `[rows, heads, tokens, V]`, `p_right` `[rows, heads, tokens, D]`; strides are in blocks of `BLOCK`. The
+    means are `[rows, heads, chunks + 1, *]`, products `[rows, heads, chunks, V, D]`.
     """
     i_chunk, i_tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     i_head, i_row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

@@ -29,8 +29,8 @@ def load_plane(
     p_tokens, m_tokens, COUNT: tl.constexpr, FROM: tl.constexpr, BITS: tl.constexpr, PLANE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a plane of `PLANE` bits says of `COUNT` codes of `BITS` bits, int8 [tokens, BLOCK]. Planes of these begin at
-    byte `FROM` of the records that `p_tokens` point to, and are read in units of `UNIT` bits, as these are."""
+    """The bits of `COUNT` codes of `BITS` bits that lie in a plane of `PLANE` bits, int8 [tokens, BLOCK]. The planes
+    begin at byte `FROM` of the records that `p_tokens` point to, and are read in units of `UNIT` bits."""
     VALUES: tl.constexpr = UNIT // PLANE  # noqa: N806 - a compile-time constant
     DONE: tl.constexpr = BITS & ~(2 * PLANE - 1)  # bits in larger planes  # noqa: N806 - a compile-time constant
     o_unit = tl.arange(0, BLOCK // VALUES)

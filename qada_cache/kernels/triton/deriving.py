@@ -27,7 +27,8 @@ def average_channels(
     SEGMENT: tl.constexpr, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Of one head; `p_ordered` `[segments, 2, D]` takes what every segment adds to each channel."""
+    """Write one head's noise and variances. `p_ordered` `[segments, 2, D]` is scratch, for every segment's share of
+    each channel."""
     o_dim = tl.arange(0, BLOCK_D)
     b_errors = by_bits(o_dim, ERROR_4, ERROR_2, ERROR_1, 1.0, FOURS, TWOS, ONES)[None, :]
     b_steps = by_bits(o_dim, STEP_4, STEP_2, STEP_1, 1.0, FOURS, TWOS, ONES)[None, :]
@@ -61,8 +62,8 @@ def average_channels(
 
 @triton.jit
 def round_slopes(p_covariance, p_slopes, p_slope_units, first, D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Of one head, of `COLUMNS` pairs of channels of keys from `first` on: of the first half of channels one, and its
-    like of the second."""
+    """Round one head's slopes along `COLUMNS` pairs of channels of keys, from pair `first` on. A pair is channel `c`
+    and `c + D // 2`."""
     o_dim, o_value = first + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_V)
     m_block = (o_value < V)[:, None] & (o_dim < D // 2)[None, :]
     b_pairs = tl.zeros([BLOCK_V, COLUMNS], tl.int32)

@@ -1,4 +1,4 @@
-"""What Triton's kernels compute of a sketch's codes: estimates of all scores; names as in `kernels.py`.
+"""Triton's kernels for estimates of all scores by a sketch's codes; names as in `kernels.py`.
 
 Queries are weighed, rotated and rounded once for each segment, by `prepare_segments`. A lane of `estimate_kernel` then
 has whole tokens to itself: a word holds four values of eight bits or less, side by side after a shift and a mask, and
@@ -23,7 +23,7 @@ NUMBERS = tl.constexpr(3)
 
 
 def count_rows(coded: int, terms: int) -> int:
-    """Of a prepared segment, for `coded` channels and queries in so many terms."""
+    """The rows of a prepared segment, for `coded` channels and queries rounded in `terms` terms."""
     return terms * (coded // 4 + 1) + NUMBERS.value
 
 
@@ -126,7 +126,7 @@ def pack_bytes(b_integers):
 def add_word(
     b_sum, p_codes, p_rows, room, o_tokens, m_tokens, word, BITS: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """As `add_products`, of one word."""
+    """Add the products of the codes of one word to `b_sum`, as `add_products`."""
     MASK: tl.constexpr = 0x01010101 * (2**BITS - 1)  # noqa: N806 - a compile-time constant
     b_codes = tl.load(p_codes + word * room + o_tokens, mask=m_tokens, other=0)
     for plane in tl.static_range(8 // BITS):

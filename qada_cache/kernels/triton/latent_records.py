@@ -19,8 +19,8 @@ NONE = tl.constexpr(2**31 - 1)  # a number above any token's
 
 
 def count_own_words(tokens: int, dim: int, itemsize: int, stride: int) -> int:
-    """Of 32 bits, that a program takes: the place of each channel; of a block of tokens what the sketch says, latents,
-    and records, `stride` bytes each."""
+    """The 32-bit words of scratch of a program: the place of each channel, and for a block of tokens the sketch's
+    estimates, latents, and records of `stride` bytes."""
     return dim + tokens * (dim + (dim * itemsize + stride) // 4)
 
 
@@ -46,8 +46,8 @@ def decode_latents(
     p_keys, p_told, p_places, p_tokens, p_centre, p_record_weights, o_rows, m_tokens,
     KEY_BITS: tl.constexpr, UNIT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write what the records that `p_tokens` point to, and the sketch in `p_told`, say of tokens of one segment,
-    `coded.decode_keys`, as `o_rows` of `p_keys`."""
+    """Decode tokens of one segment into rows `o_rows` of `p_keys`, as `coded.decode_keys`: from the records that
+    `p_tokens` point to, and the sketch's estimates in `p_told`."""
     o_dim = tl.arange(0, BLOCK_D)
     m_dim = o_dim < D
     o_places = tl.load(p_places + o_dim, mask=m_dim, other=0)

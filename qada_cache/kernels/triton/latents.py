@@ -80,8 +80,8 @@ def recorded_latent_kernel(
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """As `latent_kernel`, of a bulk's first tokens, which lie in records. Of a row the sketch has room for `s_tokens`
-    tokens and `s_segment` segments; `s_row` is in records. `p_own` has `OWN` words for each program."""
+    """As `latent_kernel`, over a bulk's first tokens, which lie in records. For each row, the sketch has room for
+    `s_tokens` tokens and `s_segment` segments; `s_row` is in records. `p_own` has `OWN` words for each program."""
     i_split, i_block, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_query = i_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     m_query, o_row = o_query < queries, i_row * queries + o_query
@@ -126,8 +126,8 @@ def latent_merge_kernel(
 
 @functools.cache
 def find_most_queries(device: torch.device) -> int:
-    """Of a program on this device."""
-    if device.type != "cuda":  # which stands for a large one
+    """The most queries of a program on this device."""
+    if device.type != "cuda":  # the interpreter is as a large GPU
         return WIDE_QUERIES
     found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return WIDE_QUERIES if found >= WIDE_MEMORY else QUERIES
@@ -148,7 +148,7 @@ def _bind(dim: int, rank: int, queries: int, itemsize: int) -> tuple[Launches, L
 def _bind_recorded(
     records: RecordLayout, rank: int, queries: int, itemsize: int, stride: int, layout: Layout, segment: int
 ) -> tuple[Launches, Launches, dict[str, int]]:
-    """Likewise, of tokens in records, `stride` bytes apart, behind a sketch of such a `layout`."""
+    """As `_bind`, for tokens in records, `stride` bytes apart, and a sketch of this `layout`."""
     dim, (_, merging, others) = records.dim, _bind(records.dim, rank, queries, itemsize)
     sizes = {name: others[name] for name in ("D", "R", "BLOCK_R", "BLOCK_Q")} | find_sizes(layout, segment)
     sizes |= {"BLOCK_D": max(WORD_BITS, sizing.pad(dim)), "BLOCK_N": RECORDED_TOKENS, "KEY_BITS": records.key_bits}
@@ -185,8 +185,9 @@ def attend_recorded_latents(
     query: Tensor, records: Tensor, sketch: Sketch, weights: Tensor, layout: RecordLayout, rank: int, *,
     scaling: float, segments: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Likewise over a bulk's first tokens, which lie in `records` uint8 `[batch, 1, tokens, stride]`, a row's side by
-    side. `sketch` is of these rows, contiguous, and says the bulk's `segments`; `weights` are `m`, float32 `[1, dim]`.
+    """As `attend_latents`, over a bulk's first tokens, which lie in `records` uint8 `[batch, 1, tokens, stride]`, those
+    of a row contiguous. `sketch` is of these rows, contiguous, with the bulk's `segments`. `weights` are `m`, float32
+    `[1, dim]`.
     """
     queries, tokens, query = query.shape[2], records.shape[2], query.contiguous()
     stride, at_once = records.stride(2), min(QUERIES, sizing.pad(queries))
@@ -209,7 +210,8 @@ def attend_recorded_latents(
 def _attend(
     query: Tensor, tokens: int, rank: int, launch: Callable[..., None], merging: Launches, sizes: dict[str, int]
 ) -> tuple[Tensor, Tensor]:
-    """What `launch` writes of each split, for its grid, its parts and the tokens of a split, put together."""
+    """Merge the partial attention that `launch` writes for each split. It takes its grid, its parts and the tokens of a
+    split."""
     batch, _, queries, _ = query.shape
     out = torch.empty(batch, 1, queries, rank, dtype=torch.float32, device=query.device)
     lse = torch.empty(batch, 1, queries, dtype=torch.float32, device=query.device)

@@ -1,4 +1,4 @@
-"""What was compiled of a kernel, called without Triton's looking for it."""
+"""Launches of compiled kernels without Triton's own lookup, which takes the host longer than the launch."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -12,15 +12,16 @@ from ..operands import Rows
 
 
 class Launches:
-    """Of one kernel, with its compile-time constants. What was compiled for a step is called, for another one like it,
-    without Triton's looking for it, which takes longer than all else that the host does."""
+    """The launches of one kernel with its compile-time constants. A later step of the same variant calls the compiled
+    kernel directly: Triton's own lookup takes longer than all else that the host does."""
 
     def __init__(self, **constants: Any) -> None:
         self.constants = constants
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # behind which constants in their order
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], variant: tuple[Any, ...], *args: Any) -> None:
-        """`variant` has all that Triton compiles for anew, of `args` that may differ from one step to the next."""
+        """Launch `kernel`. `variant` has all properties of `args` that may differ from step to step, and for which
+        Triton compiles anew."""
         if (found := self._compiled.get(variant)) is None:
             if (compiled := kernel[grid](*args, **self.constants)) is not None:  # the interpreter compiles nothing
                 self._compiled[variant] = compiled, [self.constants[name] for name in kernel.arg_names[len(args) :]]
@@ -40,7 +41,7 @@ Launch = tuple[Launches, Any, tuple[int, int, int], tuple[Any, ...]]
 
 
 def compile_together(launches: list[Launch]) -> None:
-    """Side by side, what has to be compiled of the `Launches`, kernels, grids and arguments of one step."""
+    """Compile the kernels of one step in parallel, those that are not compiled yet."""
     new = [each for each in launches if isinstance(each[1], JITFunction)]  # the interpreter's are none
     if not new:
         return
@@ -50,13 +51,13 @@ def compile_together(launches: list[Launch]) -> None:
 
 
 def _is_hooked() -> bool:
-    """Whether a profiler, say, is to be told of launches."""
+    """Whether launches have hooks, of a profiler for instance."""
     before, behind = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(behind, "calls", behind))
 
 
 class RowStrides(NamedTuple):
-    """What the layers of a pass launch alike."""
+    """The tensors of `Rows` and their strides, which all layers of a pass launch with."""
 
     tensors: tuple[Tensor, ...]
     strides: tuple[int, ...]  # from row to row
@@ -64,12 +65,12 @@ class RowStrides(NamedTuple):
 
     @classmethod
     def find(cls, rows: Rows, batch: int) -> "RowStrides":
-        """Those of `batch` rows, which may share one."""
+        """The strides for `batch` rows of a query, which may share one row."""
         tensors = rows.local, rows.pending, rows.bulk_lengths, rows.decided
         strides = tuple(find_stride(each, batch) for each in tensors)
         return cls(tensors, strides, (*strides[2:], *(each.data_ptr() % 16 == 0 for each in tensors)))
 
 
 def find_stride(tensor: Tensor, batch: int) -> int:
-    """From row to row: 0, if all rows share one."""
+    """The stride from row to row: 0 if all rows share one."""
     return 0 if tensor.shape[0] < batch else tensor.stride(0)

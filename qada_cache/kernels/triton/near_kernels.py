@@ -1,4 +1,4 @@
-"""What `local_kernel` does with the near buffer, block by block; names as in `kernels.py`.
+"""Functions of `local_kernel` for the near buffer, block by block; names as in `kernels.py`.
 
 A block has two parts of a group: of local tokens, and of pending ones, which only flagged heads read. `p_near` [query
 heads, 2, blocks, V] holds their averages, `p_near_lse` the logs of their sums of exponentials.
@@ -40,7 +40,7 @@ def attend_block(
 
 @triton.jit
 def count_pending(p_pending, columns, BLOCK_C: tl.constexpr):
-    """Of a row."""
+    """The number of pending columns of a row."""
     pending = 0
     for start in range(0, columns, BLOCK_C):
         o_column = start + tl.arange(0, BLOCK_C)

@@ -1,4 +1,4 @@
-"""What the Triton kernels do with records, `../../sketch/coded.py`; names as in `kernels.py`.
+"""Functions of the Triton kernels for records (`../../sketch/coded.py`); names as in `kernels.py`.
 
 A score is what the sketch's codes say of it and a product with what they leave, both of queries rounded twice, 16 bits
 in all. Values are summed as they are rotated: `merge_heads` turns the sum back.
@@ -47,7 +47,7 @@ def store_turned(
 
 @triton.jit
 def find_channels(BLOCK_D: tl.constexpr):
-    """Of keys as `store_keys` leaves them, the channel at each place."""
+    """The channel at each place of keys, in the order of `store_keys`."""
     o_place = tl.arange(0, BLOCK_D)
     o_byte = o_place % (BLOCK_D // 2)
     return o_byte // 4 * 8 + o_byte % 4 * 2 + o_place // (BLOCK_D // 2)
@@ -55,7 +55,7 @@ def find_channels(BLOCK_D: tl.constexpr):
 
 @triton.jit
 def order_values(b_values):
-    """The values of channels in their order, of such as `store_values` leaves them, [rows, BLOCK_V]."""
+    """Values [rows, BLOCK_V] in the order of channels, from those in the order of `store_values`."""
     ROWS: tl.constexpr = b_values.shape[0]  # noqa: N806 - a compile-time constant
     BLOCK_V: tl.constexpr = b_values.shape[1]  # noqa: N806 - a compile-time constant
     b_apart = b_values.reshape(ROWS, 4, BLOCK_V // TAKEN, 2)
@@ -64,7 +64,7 @@ def order_values(b_values):
 
 @triton.jit
 def load_turned(p_turned, i_group, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What `store_turned` has left, as of `round_queries`, in the order of `find_channels`."""
+    """The queries that `store_turned` wrote, as returned by `round_queries`, in the order of `find_channels`."""
     o_head, o_dim = tl.arange(0, BLOCK_G), find_channels(BLOCK_D)
     m_head = o_head < G
     p_turned += (i_group * G + o_head) * (D + 1)
@@ -79,8 +79,9 @@ def load_eights(
     p_tokens, m_tokens, COUNT: tl.constexpr, FROM: tl.constexpr, BITS: tl.constexpr, PLANE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a plane of `PLANE` bits says of `COUNT` codes of `BITS` bits, eight in each int32 of [tokens, BLOCK // 8].
-    Planes of these begin at byte `FROM` of the records that `p_tokens` point to, at whole units of `UNIT` bits."""
+    """The bits of `COUNT` codes of `BITS` bits that lie in a plane of `PLANE` bits, eight codes in each int32 of
+    [tokens, BLOCK // 8]. The planes begin at byte `FROM` of the records that `p_tokens` point to, at whole
+    units of `UNIT` bits."""
     DONE: tl.constexpr = BITS & ~(2 * PLANE - 1)  # bits in larger planes  # noqa: N806 - a compile-time constant
     o_eight = tl.arange(0, BLOCK // TAKEN)
     m_eights = m_tokens[:, None] & (o_eight < COUNT // TAKEN)[None, :]
@@ -100,7 +101,7 @@ def load_planes(
     p_tokens, m_tokens, COUNT: tl.constexpr, FROM: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`load_eights` of planes of 4, 2 and 1 bits, zeros of those that there are not."""
+    """The planes of 4, 2 and 1 bits by `load_eights`; zeros for planes that `BITS` does not have."""
     b_fours = tl.zeros([p_tokens.shape[0], BLOCK // TAKEN], tl.int32)
     b_twos, b_ones = b_fours, b_fours
     if BITS & 4:

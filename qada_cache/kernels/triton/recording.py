@@ -22,7 +22,7 @@ NUMBERS = 2048  # of keys, and of values, that a program codes at once
 
 @triton.jit
 def load_segment(p_centres, p_order, p_weights, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What a segment's tokens are coded under: centre, the place of each channel, weights by place; [BLOCK_D]."""
+    """A segment's centre, the place of each channel in its order, and weights by place; each [BLOCK_D]."""
     o_dim = tl.arange(0, BLOCK_D)
     m_dim = o_dim < D
     b_centre = tl.load(p_centres + o_dim, mask=m_dim, other=0.0).to(tl.float32)
@@ -36,7 +36,7 @@ def unpack_keys(
     p_codes, p_scales, unit, b_weights, o_tokens, m_tokens, s_tokens,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What the sketch says of tokens of one segment, less their centre and in its order: [tokens, BLOCK_D]."""
+    """The sketch's estimates of keys of one segment, less the centre, in the segment's order: [tokens, BLOCK_D]."""
     o_dim = tl.arange(0, BLOCK_D)
     b_most = by_bits(o_dim, 15, 3, 1, 0, FOURS, TWOS, ONES)[None, :]
     p_block = p_codes + find_words(o_dim, FOURS, TWOS, ONES)[None, :] * s_tokens + o_tokens[:, None]
@@ -52,7 +52,7 @@ def predict_keys(
     p_codes, p_scales, unit, b_centre, b_places, b_weights, o_tokens, m_tokens, s_tokens,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What the sketch says of tokens of one segment, `coded.estimate_keys`: [tokens, BLOCK_D]."""
+    """The sketch's estimates of keys of one segment, as `coded.estimate_keys`: [tokens, BLOCK_D]."""
     b_weighed = unpack_keys(
         p_codes, p_scales, unit, b_weights, o_tokens, m_tokens, s_tokens, FOURS, TWOS, ONES, BLOCK_D
     )  # fmt: skip
@@ -64,7 +64,7 @@ def store_plane(
     p_records, b_code, o_tokens, m_tokens, FROM: tl.constexpr, BITS: tl.constexpr, PLANE: tl.constexpr,
     RECORD: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Of codes [tokens, channels] of `BITS` bits the plane of `PLANE` bits, if they have one."""
+    """Store the plane of `PLANE` bits of codes [tokens, channels], if `BITS` has this plane."""
     TOKENS: tl.constexpr = b_code.shape[0]  # noqa: N806 - a compile-time constant
     BYTES: tl.constexpr = b_code.shape[1] * PLANE // 8  # noqa: N806 - a compile-time constant
     VALUES: tl.constexpr = 8 // PLANE  # of a byte  # noqa: N806 - a compile-time constant

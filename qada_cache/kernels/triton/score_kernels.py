@@ -17,7 +17,7 @@ SCORED = tl.constexpr(256)  # scores of tokens whose records are read, at once
 def add_word_twice(
     b_high, b_low, p_codes, p_high, p_low, room, o_tokens, m_tokens, word, BITS: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """As `add_products_twice`, of one word."""
+    """Add the products of the codes of one word, as `add_products_twice`."""
     MASK: tl.constexpr = 0x01010101 * (2**BITS - 1)  # noqa: N806 - a compile-time constant
     b_codes = tl.load(p_codes + word * room + o_tokens, mask=m_tokens, other=0)
     for plane in tl.static_range(8 // BITS):

@@ -111,8 +111,8 @@ def find_shares(
     query: Tensor, codes: Tensor, steps: Tensor, first: int, blocks: int, *, scaling: float, threshold: float,
     sinks: int, block: int, stride: int,
 ) -> Tensor:  # fmt: skip
-    """What `share_kernel` writes of so many blocks from `first` on: uint8 `[batch * heads, blocks, tokens before the
-    last block, and room for a whole BLOCK of them]`."""
+    """Run `share_kernel` for so many blocks from `first` on. Returns uint8 `[batch * heads, blocks, columns]`: a column
+    for each token before the last block, and padding up to a multiple of `BLOCK`."""
     (batch, heads, queries, dim), tokens = query.shape, codes.shape[2]
     past = tokens - queries
     columns = -(-(past + (first + blocks - 1) * block) // BLOCK) * BLOCK
@@ -127,8 +127,8 @@ def find_shares(
 
 
 def draw(shares: Tensor, first: int, capacity: int, past: int = 0, *, block: int) -> tuple[Tensor, Tensor]:
-    """What `sample_kernel` writes: tokens, int32 `[batch * heads, blocks, capacity]`, and their counts, int32 `[batch *
-    heads, blocks]`."""
+    """Run `sample_kernel`. Returns the sampled tokens, int32 `[batch * heads, blocks, capacity]`, and their counts,
+    int32 `[batch * heads, blocks]`."""
     heads, blocks, columns = shares.shape
     chosen = torch.empty(heads, blocks, capacity, dtype=torch.int32, device=shares.device)
     counts = torch.empty(heads, blocks, dtype=torch.int32, device=shares.device)

@@ -67,12 +67,12 @@ def pad(size: int) -> int:
 
 
 def count_warps(sizes: dict[str, int]) -> int:
-    """Of a program that keeps whole values, for which wide ones take too many registers."""
+    """The warps of a program that holds whole values: more for wide ones, as registers would spill."""
     return 4 if max(sizes["BLOCK_D"], sizes["BLOCK_V"]) < 256 else 8
 
 
 def find_record_sizes(layer: Operands, dtype: torch.dtype, sizes: dict[str, int]) -> dict[str, Any]:
-    """What `selected_kernel` is to know of records, and how many warps and registers it takes."""
+    """The compile-time sizes of records for `selected_kernel`, and its numbers of warps and registers."""
     many, records = sizes["BLOCK_G"] > 16, layer.records
     if records is None:
         nothing: dict[str, Any] = dict.fromkeys(RECORD_SIZES, 0)
@@ -99,12 +99,12 @@ def find_record_sizes(layer: Operands, dtype: torch.dtype, sizes: dict[str, int]
 
 
 def find_run(scan: int, layer: Operands) -> int:
-    """How many of the tokens of a scan lie side by side: all, where a segment's are decoded together."""
+    """The consecutive tokens of a scan's runs: all of a scan if latents are decoded, a segment's together."""
     return scan if layer.decodes else min(SCAN_RUN, scan)
 
 
 def find_sizes(query: Query, layer: Operands) -> dict[str, int]:
-    """Of heads and blocks, for all kernels that read tokens."""
+    """The sizes of heads and blocks, for all kernels that read tokens."""
     dim, value_dim = query.states.shape[3], layer.near_values.shape[3]
     group = query.states.shape[1] // layer.kv_heads
     sizes = {"G": group, "BLOCK_G": pad(group), "D": dim, "BLOCK_D": pad(dim), "V": value_dim}

@@ -21,7 +21,7 @@ def estimate_log_bulk(
     p_query, p_mean, p_covariance, p_log_tokens, s_query_head, o_head, m_head, scaling,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Of query heads `o_head` of one group, by the moments of one KV head."""
+    """The estimates of query heads `o_head` of one group, by the moments of one KV head: float32 [BLOCK_H]."""
     o_dim = tl.arange(0, BLOCK_D)
     m_dim = o_dim < D
     m_query = m_head[:, None] & m_dim[None, :]
@@ -103,10 +103,10 @@ def store_kernel(
 
 
 class Storer:
-    """Of steps of one token a row, into near buffers that stay where they are."""
+    """Stores one token a row in each step, in near buffers that stay where they are."""
 
     def __init__(self, near_keys: Tensor, near_values: Tensor, heads: int) -> None:
-        """Buffers as of `Operands`, whose last dimension is contiguous, and query heads."""
+        """Near buffers as in `Operands`, whose last dimension is contiguous, and the number of query heads."""
         (batch, kv_heads, _, dim), value_dim = near_keys.shape, near_values.shape[3]
         self._near, self._kv_heads, group = (near_keys, near_values), kv_heads, heads // kv_heads
         self._near_strides = *near_keys.stride()[:3], *near_values.stride()[:3]
