@@ -130,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_options(options: argparse.Namespace) -> None:
     """Refuse what can be refused before seconds of importing, and minutes of loading and measuring: ValueError or
-    OSError. What is missing is told as argparse tells it."""
+    OSError. argparse's own error names a missing argument."""
     if getattr(options, "model", "") is None:
         options.parser.error("the following arguments are required: MODEL (a " + WHICH + ")")
     if getattr(options, "dataset", None) and options.text:

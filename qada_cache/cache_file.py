@@ -181,7 +181,7 @@ def encode_record(value: Any, path: str, tensors: dict[str, tensor_file.FileTens
 
 
 def _describe(tensor: tensor_file.FileTensor) -> dict[str, Any]:
-    """What a file says of a tensor, beside the tensor itself."""
+    """Dtype and shape of a tensor, as a file has them beside the tensor itself."""
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 

@@ -169,7 +169,7 @@ def find_long_context(log_local: Tensor, log_bulk: Tensor, logit_threshold: floa
 
 
 def decide_for_groups(flags: Tensor, rule: str) -> Tensor:
-    """One decision of those of the query heads of each KV head, bool `[batch, kv_heads, group, queries]` as `flags`. By
-    "any" a group is long-context if any head of it is, as its keys are read anyway; by "head", the paper's rule, each
-    query head is for itself."""
+    """One decision for each KV head, from the `flags` of its query heads, bool `[batch, kv_heads, group, queries]`, and
+    in that shape. Rule "any": a group is long-context if any of its heads is, as its keys are read anyway. Rule "head",
+    the paper's: each query head decides for itself."""
     return flags if rule == "head" else flags.any(dim=2, keepdim=True).expand_as(flags)

@@ -96,8 +96,8 @@ def _build_kernels(
     device: torch.device, dtype: torch.dtype, shared: Shared, *, kv_heads: int, group: int, dim: int, value_dim: int
 ) -> None:
     """Compute turns and single tokens in one layer of an empty cache: without a bulk, then with one, then with a sketch
-    of it. So kernels are chosen and compiled by the very calls of such steps. Where none serves, and for audits, the
-    bulk is read by `partial_attention`. A NotImplementedError as by `choice.choose_kernel`."""
+    of it. So kernels are chosen and compiled by the very calls of such steps. `partial_attention` reads the bulk for
+    audits, and if no kernel serves. A NotImplementedError as by `choice.choose_kernel`."""
     options, generator = shared.options, torch.Generator(device).manual_seed(0)
 
     def draw(heads: int, tokens: int, size: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _build_kernels(
 
 
 def _build_latent_kernels(device: torch.device, dtype: torch.dtype, shared: Shared) -> None:
-    """Likewise for layers of latents, whose prompts are expanded: attention over these, and that of two tokens."""
+    """Build kernels for layers of latents, whose prompts are expanded: attention over these, and that of two tokens."""
     config, sizes, kernels = shared.model.config, shared.model.latents, shared.options.kernels
     assert sizes is not None
     heads = config.num_attention_heads // shared.model.shard.parts

@@ -24,8 +24,8 @@ def trim_growth() -> None:
     """`trim`, if the process has grown by `WORTH_TRIMMING` since the call after the last time.
 
     A prompt's temporaries of up to 32 MiB come from malloc's heap, and what a layer keeps lies between them: the heap
-    grew by 37 MiB a layer of 8,192 tokens, and stayed. What is given back has to be asked for again, which takes time:
-    the next layer does, for its own temporaries, and these are no growth.
+    grew by 37 MiB a layer of 8,192 tokens, and stayed. Memory that is given back has to be asked for again, which takes
+    time: the next layer does, for its own temporaries, and these are no growth.
     """
     global _least
     held = _read_anonymous()

@@ -1,4 +1,4 @@
-"""What transformers calls by another name in one supported version than in another, or in the next."""
+"""Names that differ between supported versions of transformers, or change in the next."""
 
 import inspect
 from typing import Any

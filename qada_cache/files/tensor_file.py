@@ -175,7 +175,7 @@ def _view(content: bytearray, begin: int, entry: dict[str, Any]) -> Tensor:
 
 @contextmanager
 def _refuse_incomplete(path: str | os.PathLike) -> Iterator[None]:
-    """What safetensors refuses, incomplete files too, is an error that names the file."""
+    """Inside, an error of safetensors, also for an incomplete file, becomes a ValueError that names the file."""
     try:
         yield
     except (SafetensorError, json.JSONDecodeError, RecursionError, UnicodeDecodeError, *_MISSING) as error:

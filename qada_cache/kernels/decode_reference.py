@@ -16,7 +16,7 @@ from .query_adaptive import BulkAttention, attend_near, decide, group_queries, s
 
 
 def decode_step(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
-    """What every `fused_decode` computes: attention of one query token a row.
+    """The reference of every `fused_decode`: attention of one query token a row.
 
     Returns `[batch, heads, 1, value_dim]` in the query's dtype, and bool `[batch, kv_heads, group, 1]`, True where a
     head read its bulk (there is one, and the query is decided).

@@ -70,7 +70,7 @@ class KeyMoments:
         sink_tokens: first tokens left out; a bulk begins after as many.
         rope: the model's rotary settings (`rotation.read_rope_settings`).
         query_energies: `[layers, kv_heads, dim]` float32, mean squares of the channels of the queries, see
-            `collecting.QueryEnergies`; None if unknown. Of latents `[layers, 2, dim]`: then what errors count.
+            `collecting.QueryEnergies`; None if unknown. Latents have `[layers, 2, dim]`: energies, weights of errors.
         origin: seed, dtype, model's name, library versions.
 
     Raises:

@@ -64,9 +64,9 @@ class QueryEnergies:
         """Query energies float32 `[layers, kv_heads, dim]`: means over a KV head's query heads and over each rotary
         pair. None if the queries of a layer that has `keys` were not observed, or do not fit its heads.
 
-        Of latents `[layers, 2, dim]`. Row 0 are the query energies. Channels of latents are values, too, so an error
-        `e` of a channel changes a score by `scaling q e`, and the output by its share of the values. Row 1 weighs both,
-        in units of energies."""
+        Models of latents have `[layers, 2, dim]`. Row 0 are the query energies. Channels of latents are values, too, so
+        an error `e` of a channel changes a score by `scaling q e`, and the output by its share of the values. Row 1
+        weighs both, in units of energies."""
         most, widest = _find_greatest(keys)
         energies = torch.zeros(layers, (1 + bool(self.values)) * most, widest, dtype=torch.float32, device="cpu")
         seen = [index for index in keys.keys() & self.sums.keys() if self._fit(index, keys[index])]

@@ -85,9 +85,10 @@ class Rotation:
 
 @lru_cache(maxsize=64)
 def _find_means(rotation: Rotation, first: int, length: int) -> tuple[Tensor, ...]:
-    """Of each dim its place `[dim]` among frequencies, as most dims of latents have none; of these, means over
-    positions of `cos`, `sin`, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` of every two. That of `exp(i n
-    turn)` is of a geometric series (Dirichlet's kernel): its middle term times a ratio of sines."""
+    """The place `[dim]` of each dim among distinct frequencies, as most dims of latents share one; then means over
+    positions of `cos` and `sin` of each frequency, and of `cos_a cos_b`, `cos_a sin_b`, `sin_a sin_b` of every two. The
+    mean of `exp(i n turn)` is that of a geometric series (Dirichlet's kernel): its middle term times a ratio of
+    sines."""
     frequency, places = rotation.by_dim[0].unique(return_inverse=True)
     one, other = frequency.expand(len(frequency), -1), frequency[:, None]
     turn = torch.stack([one, other - one, other + one])

@@ -1,4 +1,4 @@
-"""What a task's prompts begin with (few-shot examples, a document), from a PrefixStore instead of read again."""
+"""Takes beginnings of a task's prompts (few-shot examples, a document) from a PrefixStore, if read before."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -12,8 +12,8 @@ from qada_cache import PrefixStore, QAdACache
 
 
 class Beginnings:
-    """The beginnings of one model's prompts. What two prompts in a row have in common is kept for those that follow,
-    in this run and later ones."""
+    """The beginnings of one model's prompts. A beginning that two prompts in a row have in common is kept for those
+    that follow, in this run and later ones."""
 
     def __init__(self, folder: str, model: PreTrainedModel, options: Mapping[str, Any]) -> None:
         """`options` are the caches'. A NotImplementedError as by `PrefixStore.cache`."""

@@ -1,4 +1,4 @@
-"""What a store's folder holds, summarised for its user."""
+"""Summarises for its user what a store's folder holds."""
 
 import time
 from collections import defaultdict

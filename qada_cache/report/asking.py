@@ -22,7 +22,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a model reads before it answers."""
+    """The tokens that a model reads before it answers."""
 
     opening: list[int]  # token ids up to the document's end, and what a chat template puts around it
     question: list[int]  # token ids from the question on

@@ -1,4 +1,4 @@
-"""What was measured, as rows of the page's table."""
+"""Measurements as rows of the page's table."""
 
 from statistics import median
 from typing import Any

@@ -12,7 +12,7 @@ LOCAL, WHOLE, LISTED = 0, 1, 2  # how a head's record begins: nothing, all, or s
 
 @dataclass(frozen=True)
 class Pass:
-    """What was read while one token of the answer was computed. Positions are those of the cache's tokens.
+    """The reads of one pass, in which one token of the answer was computed. Positions are those of the cache's tokens.
 
     Heads that need the long context select from the stored bulk, the tokens from the sinks to `stored`, or read all of
     it. They also read the tokens from there to the window. Every head reads the sinks and the window.

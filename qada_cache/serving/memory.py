@@ -97,8 +97,9 @@ def estimate_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits:
 def reserve_memory(tokens: int, needed: int, *, forget: Callable[[], int]) -> Iterator[None]:
     """Set `needed` bytes aside while a call that reads `tokens` tokens is under way.
 
-    What calls under way have taken is counted, and so is all that they reserved. So calls together take less than
-    there is. `forget` drops one kept conversation, and returns whether there was one. MemoryError, if less is left.
+    Memory that calls under way have taken is counted, and so is all that they reserved. So calls together take less
+    than there is. `forget` drops one kept conversation, and returns whether there was one. MemoryError, if less is
+    left.
     """
     with _lock:
         # Measured anew after each: the memory of a dropped cache need not go back to the system.

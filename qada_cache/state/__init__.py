@@ -48,7 +48,7 @@ _FLAG = _Range(bool, "a bool", False, True, "")
 
 
 def _describe_keyword(check: _Range | None = None, *, laid_out: bool = False, outputs: bool = True) -> dict[str, Any]:
-    """What is known of a keyword of `QAdACache`: whether tokens are laid out by it, whether outputs depend on it."""
+    """Properties of a keyword of `QAdACache`: its check, and whether the layout of tokens, or outputs, depend on it."""
     return {"check": check, "laid_out": laid_out, "outputs": outputs}
 
 

@@ -278,8 +278,8 @@ def check_crop(tokens_to_remove: Any) -> int:
 
 
 def find_selected_rows(verb: str, argument: Any, rows: int) -> list[int]:
-    """Of each row that this verb leaves, the old row: what `DynamicCache`, holding `rows` rows, makes of its argument.
-    ValueError, where that fails, or has no rows as a result."""
+    """The old row of each row that this verb leaves, as `DynamicCache` with `rows` rows reads its argument. ValueError,
+    if that fails, or has no rows as a result."""
     here = argument.cpu() if isinstance(argument, Tensor) else argument
     old = torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]  # whatever the default device
     new, cause = None, "what it selects has no dimension of rows, or more than one"

@@ -1,6 +1,7 @@
 """Rules of the house that its source is held to."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,3 +97,15 @@ def test_addresses_are_taken_where_tensors_are_checked() -> None:
     taken = {file for file, call in calls() if isinstance(call.func, ast.Attribute) and call.func.attr == "data_ptr"}
     ours = {file for file in taken if file.startswith("kernels/cpu/")}
     assert ours == {"kernels/cpu/addresses.py", "kernels/cpu/compiled_decode.py"}
+
+
+def test_sentences_of_docstrings_begin_with_their_subject() -> None:
+    """CONTRIBUTING's first rule: what is returned comes first, then of what."""
+    late = re.compile(r"(?:^|[.:!?]\s+)(?:Of|By|What|Where|Likewise)\b.{,60}", re.DOTALL)
+    found = []
+    for path in sorted(HOUSE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                sentences = late.findall(ast.get_docstring(node) or "")
+                found += [f"{path.relative_to(HOUSE).as_posix()}: {sentence}" for sentence in sentences]
+    assert not found

@@ -72,14 +72,14 @@ def find_kind(instructions: frozenset[str]) -> Kind | None:
 
 
 def identify() -> list[str]:
-    """What "native" means to a compiler: machines that share a folder may differ in it."""
+    """Lines that tell what "native" means to a compiler: machines that share a folder may differ in them."""
     fields = "flags", "Features", "model name", "CPU implementer", "CPU part"
     known = {line for line in _read_lines() if line.startswith(fields)}
     return sorted(known) or [platform.platform(), *sorted(read_instructions())]
 
 
 def _read_lines() -> list[str]:
-    """What Linux says of each core."""
+    """Lines of Linux about each core; none on another system."""
     try:
         return CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:

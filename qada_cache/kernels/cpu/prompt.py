@@ -95,7 +95,7 @@ def prompt_attention(
 
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """What `prompt_attention` writes: `out` `[batch, heads, queries, value_dim]` and `lse`, both float32."""
+    """`out` `[batch, heads, queries, value_dim]` and `lse` of `prompt_attention`, both new and float32."""
     out = query.new_empty(*query.shape[:3], value.shape[3], dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     prompt_attention(query, key, value, scaling=scaling, causal=causal, out=out, lse=lse)

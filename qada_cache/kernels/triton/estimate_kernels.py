@@ -35,9 +35,9 @@ def prepare_segments(
     G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PREPARED: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write a group's queries as the codes of segments meet them, in rows of `BLOCK_Q` words: see `NUMBERS`. Of
-    `BLOCK_H` query heads from the `first` on, and of `PREPARED` segments from the `i_first` on, of which there are
-    `segments`: so many at once that to wait for one takes no longer than for all."""
+    """Write a group's queries as the codes of segments meet them, in rows of `BLOCK_Q` words: see `NUMBERS`. It
+    takes `BLOCK_H` query heads from the `first` on, and `PREPARED` segments of `segments` from the `i_first` on: so
+    many at once that to wait for one takes no longer than for all."""
     FIRST_TWO: tl.constexpr = WORD_BITS // 4 * FOURS  # noqa: N806 - a compile-time constant
     FIRST_ONE: tl.constexpr = FIRST_TWO + WORD_BITS // 2 * TWOS  # noqa: N806 - a compile-time constant
     CODED: tl.constexpr = FIRST_ONE + WORD_BITS * ONES  # noqa: N806 - a compile-time constant
@@ -179,8 +179,8 @@ def estimate_kernel(
 ):  # fmt: skip
     """`codec.estimate_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
 
-    Programs take turns at `TURN` tokens, which lie in one segment, `BLOCK_H` query heads at once. Of a head the sketch
-    has room for `s_head` tokens in `s_codes` words, in `s_segment` segments; estimates of a query head are `room`
+    Programs take turns at `TURN` tokens, which lie in one segment, `BLOCK_H` query heads at once. The sketch has
+    room for `s_head` tokens of a head in `s_codes` words, in `s_segment` segments; estimates of a query head are `room`
     floats apart from the next one's. A key has words of 4-, 2- and 1-bit values: `FOURS`, `TWOS` and `ONES`.
 
     `p_sums` `[query heads, 4, splits]` takes the log of the sum of exponentials of a split's estimates, their number,

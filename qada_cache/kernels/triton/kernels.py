@@ -55,8 +55,8 @@ def local_kernel(
     columns), of which there are `blocks`. The last program of a group to come puts the blocks together: `p_arrived`
     counts them, and is 0 again afterwards.
 
-    `p_out` takes the outputs of all heads as if they were local. Of the others, the last program that reads the bulk
-    replaces them: `p_done` counts these.
+    `p_out` takes the outputs of all heads as if they were local. The last program that reads the bulk replaces those of
+    the others: `p_done` counts these programs.
 
     With `p_tokens`, what selects tokens is left to find: the number of tokens in the bulk, 0 for a group that is to
     read all of them, as of any bulk that has not stored `min_tokens`, or -1 for one without a long-context head. Bytes

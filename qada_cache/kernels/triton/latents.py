@@ -50,7 +50,7 @@ def latent_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Parts [rows, queries, splits, R] float32 and their `lse`; one program a (split of `split_tokens`, block of
-    queries, row). `s_row` is in tokens. Of a row there is a token at least in every split."""
+    queries, row). `s_row` is in tokens. Every split has at least one token of a row."""
     i_split, i_block, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_query, o_rank, o_rotary = i_block * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E)
     m_query, o_row = o_query < queries, i_row * queries + o_query

@@ -42,7 +42,7 @@ def merge_heads(
     HEADS: tl.constexpr, PARTS: tl.constexpr, MERGE_STAGES: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Attention of the flagged ones of `HEADS` query heads from the `first` on, over the union of the near buffer and
-    of `splits` parts of the bulk. Of the others `local_kernel` has written the output.
+    of `splits` parts of the bulk. `local_kernel` has written the output of the others.
 
     With `p_unread`, written by `selected_kernel`, the estimated mass of unread tokens counts `unread_weight` times,
     with the value of `sketch.selection.estimate_unread`; `p_mean` is the KV head's, `p_along` is `store_along`'s, and

@@ -1,4 +1,4 @@
-"""What Triton's kernels compute of a sketch's codes of selected tokens: scores by queries of 16 bits; names as in
+"""Triton's kernels for scores of selected tokens, from a sketch's codes and queries of 16 bits; names as in
 `kernels.py`.
 
 A lane has a token and a query head, and nothing has another dimension: threads would hand each other every word.

@@ -48,8 +48,8 @@ def selected_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, threshold: float, sinks: int, window: int,
     out: Tensor, end: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of a prompt, or of a chunk of one, by selection. Of chunks that are whole blocks the same is
-    read as of the whole prompt, but for the rounding of codes: keys are coded less their mean so far.
+    """Causal attention of a prompt, or of a chunk of one, by selection. Chunks that are whole blocks read the same
+    tokens as the whole prompt does, but for the rounding of codes: keys are coded less their mean so far.
 
     Args:
         query: `[batch, heads, queries, dim]`, of the last tokens.

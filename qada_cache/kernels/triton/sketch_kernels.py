@@ -3,7 +3,7 @@
 `../../sketch` says which these are, `kernels.py` the names.
 
 Programs take turns at runs of a bulk's tokens, because selected tokens lie close together: `i_split` has every
-`splits`-th. Where `local_kernel` has left 0 for the number of tokens, all are read, and of the sketch nothing.
+`splits`-th. If `local_kernel` has left 0 for the number of tokens, all are read, and nothing of the sketch.
 
 With `p_records`, tokens lie in records (`record_kernels.py`, `latent_records.py`), whose keys follow from the sketch.
 """

@@ -122,8 +122,8 @@ class Storer:
         )  # fmt: skip
 
     def store(self, query: Query, place: int | Tensor) -> None:
-        """Put `query.unstored` into column `place`, which a tensor int64 `[1]` has where a graph is captured. By
-        `query.moments` `query.log_bulk` is estimated; without them it stays as it is."""
+        """Put `query.unstored` into column `place`, which a tensor int64 `[1]` has where a graph is captured.
+        Estimate `query.log_bulk` by `query.moments`; without them it stays as it is."""
         assert query.unstored is not None
         states, moments, key, value = query.states, query.moments, *query.unstored
         of_query, of_key, of_value = states.stride(), key.stride(), value.stride()

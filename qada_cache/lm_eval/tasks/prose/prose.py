@@ -49,7 +49,7 @@ def fit(
 
 
 def make_ruler(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
-    """What measures a question in tokens: with the answer's prefix, and in the chat template if there is one.
+    """A function that counts a question's tokens: with the answer's prefix, and in the chat template if there is one.
 
     lm-eval's model arguments name the tokenizer as for RULER's tasks, by `tokenizer`, `pretrained` or `model`, and
     `gguf_file` where the model is one.

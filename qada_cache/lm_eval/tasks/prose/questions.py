@@ -1,4 +1,4 @@
-"""What a prompt of each form asks: numbers for keys, the variables of a value, frequent words, labels of words.
+"""Questions of each form: numbers for keys, the variables of a value, frequent words, labels of words.
 
 A document is made of the Python language reference, part of every Python, or of a file, and of words for keys.
 
