@@ -222,15 +222,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure; returns the exit status."""
     parser = make_parser("codes", __doc__)
     parts = parser.add_subparsers(required=True, metavar="rungs|energies")
-    for name, measure, documents, told in (
-        ("rungs", measure_rungs, 4, "what a bulk in few bits loses, read whole"),
-        ("energies", measure_energies, 3, "whose queries may say how keys are coded"),
+    for name, measure, documents, column, summary in (
+        ("rungs", measure_rungs, 4, "of_16_bits", "what a bulk in few bits loses, read whole"),
+        ("energies", measure_energies, 3, "energies", "whose queries may say how keys are coded"),
     ):
-        add = (part := parts.add_parser(name, help=told)).add_argument
+        add = (part := parts.add_parser(name, help=summary)).add_argument
         add("--model", default=DEFAULT, help=HELP)
         add("--lengths", type=to_count, nargs="+", default=[3072], help="tokens (default: %(default)s)")
         add("--documents", type=to_count, default=documents, help="of each length (default: %(default)s)")
-        add("--out", type=growing_table, required=True, help="CSV table, added to if it exists")
+        add("--out", type=growing_table(column), required=True, help="CSV table, added to if it exists")
         part.set_defaults(measure=measure)
     add("--bits", type=float, default=SKETCH_BITS, help="of a value, on average (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--chunk", type=int, default=0, help="`generate`'s prefill_chunk_size; 0 reads at once (default: %(default)s)")
     add("--rounds", type=int, default=1, help="of all caches; figures are medians (default: %(default)s)")
     add("--cache", choices=CACHES, help="one alone, in this process, as the others' are called")
-    add("--out", type=growing_table, help="CSV table to write or to add to")
+    add("--out", type=growing_table("held_mib"), help="CSV table to write or to add to")
     add = timing.add_options(part := parts.add_parser("soak", help="what grows over a long generation"))
     part.set_defaults(measure=measure_soak)
     add("--prompt", type=int, default=2048, help="tokens read at first (default: %(default)s)")

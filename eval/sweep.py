@@ -243,12 +243,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
     add("--dtype", choices=language_model.DTYPES, default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    add("--out", type=growing_table, required=True, help="CSV table, added to if it exists")
+    add("--out", type=growing_table("group_rule"), required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
-    try:
-        done, wanted = read_known(options.out), list_variants(options)
-    except KeyError as column:
-        parser.error(f"--out: {options.out} is the table of another command, without the column {column}")
+    done, wanted = read_known(options.out), list_variants(options)
     with language_model.check_loading(parser):
         pretrained, gguf = language_model.find_hflm_source(options.model)
         loaded = gguf if options.dtype == "auto" else gguf | {"dtype": options.dtype}

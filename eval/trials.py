@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--peers", action="store_true", help="other methods, to compare with: caches that evict, or of few bits")
     add("--dtype", choices=DTYPES, default="auto", help="(default: the model's own)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    add("--out", type=growing_table, required=True, help="CSV table, added to if it exists")
+    add("--out", type=growing_table("kv_read"), required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     if min(options.lengths) <= NEAR:
         parser.error(f"--lengths must be above {NEAR}")

@@ -4,6 +4,7 @@ import argparse
 import csv
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,19 @@ def new_file(path: str) -> Path:
     return found
 
 
-def growing_table(path: str) -> Path:
-    """One to be written, or to be added to: a file that is no table of ours is not written over."""
-    if (found := new_file(path)).exists():
-        with found.open(encoding="utf-8", errors="replace") as file:
-            header = file.readline(10_000).strip()
-        if header and "machine" not in header.split(","):
-            raise argparse.ArgumentTypeError(f"{found} exists, and is no table of measurements")
-    return found
+def growing_table(column: str) -> Callable[[str], Path]:
+    """The argument type of a table that a command writes, or adds rows to. It refuses a file without the command's
+    `column`, so that neither another command's table nor other text is written over."""
+
+    def check(path: str) -> Path:
+        if (table := new_file(path)).exists():
+            with table.open(encoding="utf-8", errors="replace") as file:
+                header = file.readline(10_000).strip()
+            if header and not {column, "machine"} <= set(header.split(",")):
+                raise argparse.ArgumentTypeError(f"{table} exists, and is no table of this command")
+        return table
+
+    return check
 
 
 def text_file(path: str) -> Path:
