@@ -49,7 +49,7 @@ def describe_rows(
     alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
     rows = 1 if alike else len(lengths)
     bulk_lengths = [max(0, count - sinks) for count in flushed[:rows]]
-    stands_for = len(lengths) // rows  # rows of the batch
+    stands_for = len(lengths) // rows  # rows of the batch for each described row
     local, pending = bytearray(), bytearray()
     bulk_tokens: list[list[int]] = []  # by row and query, as is `decided`
     decided: list[list[bool]] = []
@@ -108,7 +108,8 @@ class ForwardPass:
         self.given: Rows | None = None
         self.lead: Lead | None = None  # of this pass, for the layers after the first one
         self.mask: weakref.ref[Tensor] | None = None  # the last mask that the model made, while its pass is under way
-        # The number of tokens that `mask` covers, if it hides none of them; else 0. An indexer's picks do not say that.
+        # The number of tokens that `mask` covers, if it hides none of them; else 0. Layers with an indexer need it: the
+        # mask that their attention gets also hides tokens that the indexer did not pick.
         self.shown = 0
         self._rows: tuple[Any, Rows] | None = None
         self._read: Any = WeakTensorKeyDictionary()  # results of `read_padding`, by mask, while the mask lives
@@ -123,8 +124,8 @@ class ForwardPass:
     def read_padding(
         self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int, first: bool
     ) -> tuple[Padding, Tensor | None, Tensor | None]:
-        """As `padding.extend`. Every layer of a pass is given the same mask: the first layer reads it for all. It reads
-        even a known one, which may have been written to since the last pass."""
+        """As `padding.extend`. Every layer of a pass is given the same mask, and the first layer reads it for all. The
+        first layer reads a known mask again, as it may have been written to since the last pass."""
         if self.given is not None:
             return padding, None, None
         if mask is None:
@@ -146,7 +147,7 @@ class ForwardPass:
         valid: Tensor | None,
         device: torch.device,  # where the masks go
     ) -> Rows:
-        """The `Rows` of a call, arguments as for `describe_rows`. Layers move in lockstep, so they share it."""
+        """The `Rows` of a call, with arguments as for `describe_rows`. Layers in the same state share them."""
         if self.given is not None:
             return self.given
         # By content, not by identity: a layer whose state differs must get masks of its own.
