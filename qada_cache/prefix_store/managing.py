@@ -15,7 +15,7 @@ class StoreStats:
         prompts: rows that `cache` was asked for; hits: rows of them whose beginning was stored.
         prompt_tokens: tokens of all these rows; saved_tokens: those of them that need not be read again.
         written_bytes: of files that `keep` wrote.
-        segments: files in the folder; bytes: of these, as the file system counts a file's content.
+        segments: number of files in the folder; bytes: of their contents.
     """
 
     prompts: int
