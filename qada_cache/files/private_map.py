@@ -29,9 +29,9 @@ class OpenFile:
         import fcntl
 
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored; the usual signal ends us
+            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored; the default one ends us
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)  # nobody is to wait for it
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)  # else writers would wait
         except OSError:
             return False
         return True
