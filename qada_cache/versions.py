@@ -28,10 +28,10 @@ PRIVATE = {
     "model": (
         "_can_set_attn_implementation",  # whether a model goes by that name
         "_tp_size",  # how many processes tensor parallelism splits it over
-        "_prefill",  # whose frame says that a chunk of a prompt is being read
+        "_prefill",  # its frame on the stack says that a chunk of a prompt is being read
         "_prepare_generation_config",  # joins all settings of a call of `generate`
     ),
-    "table of models": ("_model_mapping",),  # by config, which tells whose modeling file a type has
+    "table of models": ("_model_mapping",),  # classes by config: says whose modeling file a type uses
     "module": (
         *("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters", "_save_to_state_dict"),
         *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),

@@ -113,7 +113,7 @@ def estimate_log_bulk(layer: Asker, store: TokenStore, query: Query, rows: Rows,
                 )
                 says = known.view(-1, 1, 1, 1) | rows.own_log_tokens.isposinf()
                 estimate = estimate.masked_fill(~says, torch.nan)
-            found = estimate if found is None else torch.fmax(found, estimate)  # which takes a number before a nan
+            found = estimate if found is None else torch.fmax(found, estimate)  # fmax ignores nan
     if found is not None:
         return found
     return plan.find_constant(layer)

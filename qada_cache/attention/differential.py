@@ -20,7 +20,7 @@ class DifferentialLayer(QAdALayer):
         """Drop all tokens and counters."""
         super().reset()
         self.joined: Tensor | None = None  # values of the new tokens, as they are stored
-        self.second: Tensor | None = None  # what the second call is to return, if it has been computed
+        self.second: Tensor | None = None  # output of the second call, if the first one computed it
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `QAdALayer`, with values `[batch, kv_heads, tokens, value_dim]`."""

@@ -41,7 +41,7 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
         if not prompt.serves(states, key, value, causal=True):
             return None
         if options.prefill_threshold > 0 and selected_prompt.serves(states, value):
-            select, whole = selected_prompt.selected_attention, False  # which reads rows one by one
+            select, whole = selected_prompt.selected_attention, False  # it takes single rows
     make = states.new_empty if query.valid is None else states.new_zeros  # padding keeps its zeros
     out = make(batch, tokens, heads, value.shape[3])
     for rows in [slice(0, batch)] if whole else [slice(row, row + 1) for row in range(batch)]:

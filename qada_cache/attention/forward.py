@@ -1,9 +1,9 @@
 """The attention function that comes before transformers' own, and which models it serves.
 
 A model finds its attention by name, `config._attn_implementation`, in a table. Building a QAdACache leaves the name and
-puts our function before all that models find there (`models/attention_table.py`): for the keys of a QAdACache it
-computes, any other call it passes on to what the model would have called. So other models and caches compute what they
-did.
+puts our function before all that models find there (`models/attention_table.py`). Our function computes calls with keys
+of a QAdACache. It passes any other call on to the function that the model would have called, so other models and caches
+compute what they did.
 """
 
 import contextlib
@@ -140,7 +140,7 @@ def attention_forward(
     if layer is None and is_expanding():
         layer = _find_latent_layer(module, key)
     if layer is None:
-        if is_lending() and hasattr(module, "is_kv_shared_layer"):  # as modules of all models whose layers share keys
+        if is_lending() and hasattr(module, "is_kv_shared_layer"):  # modules of models whose layers share keys
             _check_shared_keys(module)
         if not torch.compiler.is_compiling():
             generation.warn_of_unused(module, key.shape[-2])

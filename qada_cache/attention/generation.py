@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
     """The prompt that `generate` is reading."""
 
     in_chunks: bool
-    tokens: int  # of the prompt and what was held before it; 0 if `generate` reads none
+    tokens: int  # tokens of the prompt and those cached before it; 0 if `generate` reads none
 
 
 class _Asked(threading.local):
@@ -44,8 +44,8 @@ _asked = _Asked()
 def find_prompt() -> Prompt:
     """The prompt that a `generate` on the stack is reading. A prompt that other code reads is taken for turns.
 
-    No argument of a forward pass tells: a last chunk looks like a short turn. `generate` says the chunks' size to its
-    own `_prefill` alone; the model, its config and the cache never hold it.
+    No argument of a forward pass says so: a last chunk looks like a short turn. `generate` gives the chunks' size to
+    its own `_prefill` alone; the model, its config and the cache never hold it.
     """
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is _PREFILL:
@@ -106,7 +106,7 @@ def note_asked(cache: Any, length: int) -> None:
     RuntimeError if it will give it to another model, which may not even look at it."""
     _asked.last = weakref.ref(cache), length
     frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back  # who called the method of the cache that calls this
+    frame = frame and frame.f_back and frame.f_back.f_back  # the caller of the cache's method that calls this
     if frame and frame.f_code is _PREFILL and isinstance(model := frame.f_locals.get("self"), PreTrainedModel):
         check_own(cache, model)
     if frame and rope_deltas.NAME in frame.f_code.co_names:  # the caller goes on to read the model's

@@ -1,8 +1,8 @@
 """Trained selection: latents of which the model's own indexer picks those that a query reads (DeepSeek-V3.2, GLM-5).
 
-A module of these expands what `update` returned, and makes a mask as wide as the keys that it then has, which shows
-what its indexer picked. So it is given keys without contents, as many as there are tokens (`expand`), and attention
-reads the latents that the mask shows from wherever they lie, and no others.
+An attention module of such a model expands what `update` returned. Its mask is as wide as the keys that it then has,
+and shows what its indexer picked. So the module gets keys without contents, one for each token (`expand`). Attention
+reads only the latents that the mask shows, from wherever they are stored.
 
 Indexers count all tokens, padding included, and so does the store: its rows are alike.
 """
@@ -34,7 +34,7 @@ PICKED = 4096  # tokens of a block that is gathered
 
 class IndexedLayer(LatentLayer, DynamicIndexedLayer):
     """One layer of latents with an indexer, whose own keys `[batch, tokens, dim]` transformers' class keeps on the
-    model's device. Layers that go by an earlier layer's indexer have none."""
+    model's device. Layers that use an earlier layer's indexer have no such keys."""
 
     stores_padding = True
 
@@ -67,7 +67,7 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         """As `LatentLayer`. The latents are tagged for the module's `expand_kv`."""
         self._take_in(key_states, value_states)
         tagged = key_states.view_as(key_states)
-        tagged._qada_layer = self  # type: ignore[attr-defined]  # which `models/latent.py` looks for
+        tagged._qada_layer = self  # type: ignore[attr-defined]  # `models/latent.py` looks for it
         return tagged, value_states
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class PickedAttention(LatentAttention):
                 if not absorbed:
                     keys, values = expand(self.module, *keys.split(self.layer.sizes, dim=-1))
                     keys, values = keys.to(states), values.to(states)
-                if queries == 1:  # which sees all that is picked
+                if queries == 1:  # a single query sees all picked tokens
                     part = partial_attention(grouped, keys, values, **self.arguments)
                 else:
                     shown = visible[:, at].repeat(heads if absorbed else 1, 1)

@@ -71,7 +71,7 @@ class LatentAttention:
     def _is_cheaper_absorbed(self, past: int, queries: int) -> bool:
         """Compare both ways by a head's multiplications, for `queries` queries that read `past` tokens."""
         rank, rope = self.layer.sizes
-        expansion = rank * (self.nope + self.value_dim)  # of one token, or of one query's absorption
+        expansion = rank * (self.nope + self.value_dim)  # multiplications to expand one token, or absorb one query
         asked = 0 if self.by_weight or "projections" in vars(self) else rank * expansion
         absorbed = queries * (past * (2 * rank + rope) + expansion) + asked
         return absorbed <= past * (expansion + queries * (self.nope + rope + self.value_dim))

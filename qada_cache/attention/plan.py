@@ -34,8 +34,8 @@ class Plan:
     """How calls with queries of one shape are computed. It keeps the storage's tensors alive, so a layer drops its plan
     before they are replaced. A copy of a layer has no plan, as its tensors are others."""
 
-    kind: tuple[Any, ...]  # of the calls: what `find_plan` compares
-    version: tuple[int, ...]  # of the storage
+    kind: tuple[Any, ...]  # what the calls have in common, compared by `find_plan`
+    version: tuple[int, ...]  # `TokenStore.version` that the operands are of
     kernel: Callable | None  # None: torch computes the calls
     operands: Operands
     queries: torch.Size  # `[batch, heads, queries, dim]`

@@ -138,7 +138,7 @@ def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) ->
             raise ValueError(
                 f"StaticHeads has shape {shape}, this model needs {[layers, heads]} or {[layers, kv_heads]}"
             )
-    if other is not None and split_sources(options.moments)[1] not in PROMPTS:  # else they are of this very model
+    if other is not None and split_sources(options.moments)[1] not in PROMPTS:  # a prompt's are of this very model
         _check_moments(other, managed.config)
     asked = combine_sources(current, other) if used else options.moments  # files are not read again
     energies = None if other is None else other.query_energies
@@ -148,7 +148,7 @@ def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) ->
 
 
 def choose_bits(options: Options, managed: ManagedModel) -> Options:
-    """These resolved options with the default bits of a bulk."""
+    """These resolved options with the default `bulk_bits`: `DEFAULT_BITS` if the model `reads_records`."""
     return replace(options, bulk_bits=DEFAULT_BITS) if reads_records(options, managed) else options
 
 

@@ -37,7 +37,7 @@ class OpenFile:
         return True
 
     def map(self, *, shared: bool) -> Tensor:
-        """Its content, uint8 `[size]`; writes go to the file if `shared`. A RuntimeError if the system has no room."""
+        """The file's content, uint8 `[size]`; writes go to it if `shared`. A RuntimeError if the system has no room."""
         size = os.fstat(self._descriptor).st_size
         return torch.from_file(f"/proc/self/fd/{self._descriptor}", shared=shared, size=size, dtype=torch.uint8)
 

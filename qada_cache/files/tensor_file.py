@@ -89,7 +89,7 @@ def encode(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) 
     header: dict[str, Any] = {"__metadata__": about}
     sizes = {name: math.prod(tensor.shape) * tensor.dtype.itemsize for name, tensor in tensors.items()}
     # Those whose neighbours stay aligned as torch aligns memory come first, the others as their elements need it.
-    # Where a tensor lies decides the last bit of what is computed from it: maps and copies are to agree.
+    # The alignment of a tensor decides the last bit of what is computed from it, and maps and copies have to agree.
     names = sorted(tensors, key=lambda name: (sizes[name] % _ALIGNMENT > 0, -tensors[name].dtype.itemsize, name))
     end = 0
     for name in names:

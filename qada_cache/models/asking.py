@@ -18,7 +18,7 @@ _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, Runti
 
 
 class UntoldWeightsError(LookupError):
-    """A model's weights cannot be told from another checkpoint's."""
+    """Nothing distinguishes a model's weights from another checkpoint's."""
 
 
 @torch.no_grad()

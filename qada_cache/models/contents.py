@@ -118,7 +118,7 @@ class Contents:
             self._close(path)
 
     def _find_offloaded(self, name: str) -> Tensor | None:
-        """A weight that accelerate keeps elsewhere, as it lies there."""
+        """The weight `name` from accelerate's map of offloaded weights; None if it is in none."""
         path = name
         while path:
             path = path.rpartition(".")[0]

@@ -50,7 +50,7 @@ class StoredPrompts:
     used: float
 
     def make_row(self) -> dict[str, str]:
-        """Its row of a table, by column."""
+        """The row of a table that lists stored prompts: texts by column."""
         return {
             "id": self.id,
             "model": self.model or self.type,

@@ -162,7 +162,7 @@ class ManagedModel:
 class Visit:
     """Writes and calls of one of transformers' linear layers in a pass."""
 
-    versions: dict[Hashable, int]  # of its states when the pass came to it (`linear_states.count_writes`)
+    versions: dict[Hashable, int]  # `linear_states.count_writes` when the pass came to the layer
     calls: set[Hashable] = field(default_factory=set)
 
 

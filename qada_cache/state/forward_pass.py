@@ -51,13 +51,13 @@ def describe_rows(
     bulk_lengths = [max(0, count - sinks) for count in flushed[:rows]]
     stands_for = len(lengths) // rows  # rows of the batch for each described row
     local, pending = bytearray(), bytearray()
-    bulk_tokens: list[list[int]] = []  # by row and query, as is `decided`
+    bulk_tokens: list[list[int]] = []  # by row and query, as `decided` is
     decided: list[list[bool]] = []
     real = [[True] * queries] * rows if valid is None else valid.tolist()
     for total, row_flushed, is_real in zip(lengths[:rows], flushed[:rows], real, strict=True):
         # A padding query borrows the position of the real one before it: its output is finite and unused.
         new = sum(is_real)
-        newer = [new - count for count in accumulate(is_real)]  # of each query, the row's tokens after it
+        newer = [new - count for count in accumulate(is_real)]  # by query, the number of later tokens of the row
         columns = _mark_columns(total, row_flushed, newer, end=end, sinks=sinks, window=window)
         tokens = [max(0, total - sinks - window - count) for count in newer]
         local += b"".join(columns[0])
@@ -81,7 +81,7 @@ class Seen(int):
     """The number of tokens that a `QAdALayer` gives as its mask's size. It marks the mask as one for our attention,
     which needs no mask of every pair."""
 
-    forward_pass: "ForwardPass | None" = None  # to be told whether the mask hides any of the tokens
+    forward_pass: "ForwardPass | None" = None  # the pass that notes whether the mask hides any of these tokens
 
 
 class Lead(NamedTuple):
@@ -106,7 +106,7 @@ class ForwardPass:
         self.prompt_tokens = 0  # if so, tokens of that prompt and of the cache before it; else 0
         # The rows of a step under capture (`decode_graph/`), all of whose new tokens are real; replays write to them.
         self.given: Rows | None = None
-        self.lead: Lead | None = None  # of this pass, for the layers after the first one
+        self.lead: Lead | None = None  # the first layer's state in this pass, for later layers
         self.mask: weakref.ref[Tensor] | None = None  # the last mask that the model made, while its pass is under way
         # The number of tokens that `mask` covers, if it hides none of them; else 0. Layers with an indexer need it: the
         # mask that their attention gets also hides tokens that the indexer did not pick.

@@ -63,7 +63,7 @@ class TokenStore(NearTokens):
         self.moments: RunningMoments | None = None
         self.update_moments = True  # False freezes them in `append`, so that only `absorb` adds to them
         self.selects = False  # whether tokens of the bulk are selected by its sketch
-        self.error_energies: Tensor | None = None  # of latents, see `LatentSketch`
+        self.error_energies: Tensor | None = None  # for latents, see `LatentSketch.take_energies`
         self.shared_dim = 0  # above 0: that many first channels of a key are its value, which is not stored
 
     def _make_bulk(self, placement: Placement, layer: int) -> Bulk:

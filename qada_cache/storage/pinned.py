@@ -20,7 +20,7 @@ from torch import Tensor
 from . import transfers
 
 FLAGS = 3  # cudaHostRegisterPortable, for every device, and cudaHostRegisterMapped, for kernels to read it in place
-REUSED = 1.5  # memory of at most so many times the size is used again
+REUSED = 1.5  # unused memory is used again for a size if it is at most this many times as large
 _held: dict[int, int] = {}  # bytes of memory in use, by address
 _retired: list[mmap.mmap] = []  # pinned memory whose tensors are gone; devices may still use it
 _idle: list[mmap.mmap] = []  # pinned memory that neither tensors nor devices use

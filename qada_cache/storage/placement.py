@@ -52,7 +52,7 @@ class Placement:
         self._staging: dict[torch.device, Staging] = {}
 
     def __deepcopy__(self, memo: dict) -> "Placement":
-        memo[id(self)] = twin = Placement(self.budget)  # that copies of bulks join
+        memo[id(self)] = twin = Placement(self.budget)  # copies of bulks join it
         return twin
 
     def has_room(self, bulk: "RowTensors", nbytes: int) -> bool:

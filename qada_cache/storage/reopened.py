@@ -24,7 +24,7 @@ class ReopenedSegment:
 
     sketch: Mapping[str, Tensor]  # `CODES`, `[kv_heads, ...]`
     records: Tensor  # uint8 `[kv_heads, tokens, size]`
-    recoded: bool  # whether some of these tokens have been coded twice, and are not to be again
+    recoded: bool  # whether some of these tokens have been coded twice, and must not be coded again
 
     @property
     def tokens(self) -> int:

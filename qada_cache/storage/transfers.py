@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ..kernels.copying import Copier
 
-# At most so many bytes of copies to the host, or a single copy, are under way: the host waits for older ones. Without a
-# bound, a host that runs ahead of the device would find no layer's memory free again, and a prefill would need it all.
+# The most bytes of copies to the host that are under way, unless a single copy has more: the host waits for older ones.
+# Without a bound, a host that runs ahead of the device would find no layer's memory free again: a prefill would need
+# the memory of all layers.
 IN_FLIGHT_BYTES = 32 * 2**20
 # Bytes from which a tensor gets a mapping of its own: malloc would keep the memory of one that a layer has outgrown.
 WORTH = 1 << 18
