@@ -43,8 +43,8 @@ def follow(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """Attention `[batch, 1, heads, value_dim]` of a token, now stored. None, with nothing changed, if the call differs
-    from the first layer's, or the layer's state from what `plan.call` was noted for."""
+    """Attention `[batch, 1, heads, value_dim]` of a token, now stored. None, with nothing changed, if the call is not
+    like the layer's last checked one (`plan.call`), or the layer's state differs from the first layer's (`lead`)."""
     store, plan = layer.store, layer.plan
     if store is None or plan is None or plan.call is None or layer.index == lead.layer or layer.incoming is not key:
         return None

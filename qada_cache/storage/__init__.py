@@ -148,7 +148,8 @@ class TokenStore(NearTokens):
 
     def keep_moments(self, *, track: bool, update: bool, kernels: str = "auto") -> None:
         """Keep running moments if `track`, and have `append` update them if `update`, as if it had been so from the
-        start. `kernels` is as for `take_in`. ValueError, if moments are frozen now and decoded tokens are not known."""
+        start. `kernels` is as for `take_in`. ValueError, if they are to be frozen after tokens were decoded: the store
+        does not know which ones."""
         frozen = self.moments is not None and not self.update_moments
         if track and not update and not frozen and self.decoded:
             raise ValueError(

@@ -13,7 +13,7 @@ Pair = tuple[Tensor, ...]  # keys and values
 
 class NearTokens(Versioned):
     """Sinks and recent tokens of a `TokenStore`. Sink columns come first, then recent tokens, right-aligned, so that
-    the newest ones of all rows share columns."""
+    the newest ones of all rows share columns. Rows are alike if their `lengths` and their `flushed` are equal."""
 
     near_keys, near_values = Buffer[Tensor](), Buffer[Tensor]()
 

@@ -64,8 +64,9 @@ class ReopenedSegment:
         return True
 
     def _fits(self, keys: Tensor, energies: Tensor | None, layout: Layout, made: Mapping[str, Tensor]) -> bool:
-        """Whether other tokens of the segment's `keys`, coded as `made` under the fit, have small errors. Their sum may
-        exceed what the fit expects of these tokens by as much as it expects of all the segment's tokens."""
+        """Whether other tokens of the segment's `keys`, coded as `made` under the fit, have small errors. The sum of
+        their weighted squares may exceed what the fit expects of these tokens by as much as it expects of all tokens of
+        the segment."""
         weights = find_query_weights(energies, layout.dim, keys.device)
         of_segment = {name: part if name in TOKENS else part.unsqueeze(1) for name, part in made.items()}
         off = (keys[:, self.tokens :].float() - estimate_keys(of_segment, layout)) * weights.unsqueeze(-2)

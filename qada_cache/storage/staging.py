@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .bulk import Bulk
 
 BLOCK_BYTES = 1 << 27  # bytes of keys and values in the model's dtype, in one block on the device
-# Starting a copy takes the host as long as the bus takes for this many bytes. So a tensor whose heads have less unused
-# room together than that is copied as a whole.
+# Starting a copy takes the host as long as the bus takes for this many bytes. So a tensor is copied as a whole, and not
+# head by head, if no head has more unused room than that.
 COPY_BYTES = 1 << 19
 Span = tuple[int, int]  # first token, end
 
