@@ -101,7 +101,7 @@ class QAdACache(WatchedCache):
         NotImplementedError: a kind of model this cache does not support.
     """
 
-    is_compileable = False  # transformers' word for one graph: if True, `generate` would compile unasked
+    is_compileable = False  # transformers' flag: if True, `generate` would compile the model unasked
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class QAdACache(WatchedCache):
         if not isinstance(layer := self.layers[layer_idx], QAdALayer):  # ours check for themselves
             self._check_rows(layer_idx, len(key_states))
         if self.options.progress:
-            # Our own method would take this for the model's question, and note it.
+            # `WatchedCache.get_seq_length` would take this call for the model's, and note it.
             held, tokens = super(WatchedCache, self).get_seq_length(layer_idx), key_states.shape[2]
             if tokens <= self.options.window:
                 self._bar.close()
@@ -208,7 +208,7 @@ class QAdACache(WatchedCache):
             RuntimeError: a forward pass was interrupted.
         """
         self._check_whole()
-        # Records lie behind the sketch.
+        # Records hold what keys differ by from the sketch, so its code has to stay.
         laid_out = (*LAID_OUT, "sketch_bits") if self.options.codes_tokens else LAID_OUT
         for name, value in options.items():
             if name not in DECIDING + LAID_OUT:
@@ -292,7 +292,7 @@ class QAdACache(WatchedCache):
             NotImplementedError: processes share the model.
         """
         model = unwrap_model(model)
-        decoder = support.find_text_config(model, config)  # what is wrong with these is not the file's fault
+        decoder = support.find_text_config(model, config)  # first, so that its errors do not blame the file
         make = partial(cls, model, config=config)
         return cache_file.read_cache(path, make, model=model, config=decoder, mmap=mmap)
 

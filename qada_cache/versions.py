@@ -8,7 +8,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 # Names of the argument of models and of `generate` that takes a cache: since 5.24, before (which 5.24 takes too, with a
 # warning at every call), and before in some models without attention.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-# This version's, and the field of results that has the cache.
+# The name in this version. The field of results that has the cache has the same name.
 CACHE = next(
     name for name in CACHE_NAMES if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 )
@@ -19,7 +19,7 @@ def pass_cache(cache: Any) -> dict[str, Any]:
     return {CACHE: cache}
 
 
-# Every private name of another package that is read, by what has it.
+# All private names of other packages that this one reads, by the objects that have them.
 PRIVATE = {
     "config": (
         "_attn_implementation",  # the name of a model's attention
@@ -28,10 +28,10 @@ PRIVATE = {
     "model": (
         "_can_set_attn_implementation",  # whether a model goes by that name
         "_tp_size",  # how many processes tensor parallelism splits it over
-        "_prefill",  # whose frame says that a chunk of a prompt is being read
-        "_prepare_generation_config",  # what a call asks of generation, all told
+        "_prefill",  # its frame on the stack says that a chunk of a prompt is being read
+        "_prepare_generation_config",  # joins all settings of a call of `generate`
     ),
-    "table of models": ("_model_mapping",),  # by config, which tells whose modeling file a type has
+    "table of models": ("_model_mapping",),  # classes by config: says whose modeling file a type uses
     "module": (
         *("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters", "_save_to_state_dict"),
         *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -49,7 +49,7 @@ PRIVATE_ONCE = ("_commit_hash",)  # of older transformers' configs: which commit
 
 
 def find_missing() -> list[str]:
-    """The private names that this version of transformers lacks; what they are read for is then done without."""
+    """The private names that this version of transformers lacks. The package then works without them."""
     config, classes = PreTrainedConfig(), (PreTrainedModel, GenerationMixin)
     missing = [name for name in PRIVATE["config"] if not hasattr(config, name)]
     return missing + [name for name in PRIVATE["model"] if not any(hasattr(kind, name) for kind in classes)]

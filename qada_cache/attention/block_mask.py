@@ -25,7 +25,8 @@ def _read_pairs(mask: BlockMask) -> Tensor:
 
 
 def _read_tokens(mask: BlockMask) -> Tensor:
-    """Those that the last query sees; of a causal mask they are those that see themselves."""
+    """The tokens that the last query sees, bool `[batch or 1, seen]`. Under causal attention over the real tokens, they
+    are also the tokens that see themselves; ValueError if not."""
     batch, heads, _, seen = mask.shape
     device, visible = str(mask.kv_num_blocks.device), mask.mask_mod
     by_last = create_mask(lambda b, h, q, k: visible(b, h, q + seen - 1, k), batch, heads, 1, seen, device=device)

@@ -1,5 +1,5 @@
-"""A query-adaptive call by torch's operations, where no kernel serves, and what is told of it: to audits, and to a
-cache's observer."""
+"""A query-adaptive call by torch's operations, where no kernel serves, and its reports to audits and to the cache's
+observer."""
 
 from functools import cache, partial
 from itertools import groupby
@@ -29,9 +29,9 @@ from ..storage import TokenStore, reading
 def attend_by_torch(
     layer: Asker, store: TokenStore, query: Query, rows: Rows, operands: Operands
 ) -> tuple[Tensor, Tensor]:
-    """Compute a call for `decode.attend_adaptively`, and tell of it if the layer is observed: the output, as there, and
-    bool flags `[batch, kv_heads, group, queries]`. Heads decide and select, then tokens are gathered and attended to.
-    """
+    """Compute a call for `decode.attend_adaptively`, and report it if the layer is observed. Returns the output, as
+    there, and bool flags `[batch, kv_heads, group, queries]`. Heads decide and select; then tokens are gathered and
+    attended to."""
     columns, every = slice(0, rows.columns), [[True] * operands.kv_heads] * store.batch
     keys, values = operands.near_keys[:, :, columns], operands.near_values[:, :, columns]
     grouped = group_queries(query, operands.kv_heads)
@@ -79,7 +79,8 @@ def attend_bulk(
     *,
     auditing: bool = False,
 ) -> BulkAttention:
-    """Gather what was selected of the bulk, and attend to it: whole heads, then chosen tokens of others."""
+    """Attend to the bulk: to all tokens of the heads in `whole`, then to the `chosen` tokens of other heads. The bytes
+    read count as an audit's if `auditing`."""
     grouped, counters = group_queries(query, operands.kv_heads), layer.counters
     found = BulkAttention(
         grouped, query, operands.near_values.shape[3], partial(partial_attention, kernels=layer.options.kernels)
@@ -97,7 +98,7 @@ def attend_bulk(
     for ((row, head), blocks), part in zip(by_head, gathered, strict=True):
         assert operands.sketch is not None
         values = store.find_values(part.keys, part.values)
-        for one in blocks:  # of queries, which share the tokens
+        for one in blocks:  # blocks of queries that share the tokens
             found.add_chosen(one, part.keys, values, operands.sketch)
         if not whole[row][head]:
             counters.bulk_read_bytes += part.bulk_read_bytes
@@ -105,14 +106,14 @@ def attend_bulk(
 
 
 def sum_bulk(scores: Tensor, rows: Rows, bulk_lse: Tensor) -> Tensor:
-    """The true `log A_bulk` `[batch, kv_heads, group, queries]`, by `scores` over the near buffer, where tokens are
-    pending, and the log-sum-exp of those over the stored bulk."""
+    """The true `log A_bulk` `[batch, kv_heads, group, queries]`, from the `scores` of pending tokens in the near buffer
+    and the log-sum-exp `bulk_lse` of those over the stored bulk."""
     log_pending = log_mass(scores, rows.pending)
     return torch.logaddexp(log_pending, bulk_lse.view_as(log_pending))
 
 
 def observe(layer: Asker, seen: Observation) -> None:
-    """Tell the cache's observer of a call, and an audit if it is the layer's turn."""
+    """Report a call to the cache's observer, and audit it if it is the layer's turn."""
     if layer.shared.observer is not None:
         layer.shared.observer(seen)
     if layer.is_audited():
@@ -144,12 +145,12 @@ def _has_float64(device: torch.device) -> bool:
 
 
 def _count_sketch_bytes(layer: Asker, store: TokenStore, selecting: list[list[bool]], whole: list[list[bool]]) -> None:
-    """Count what heads have read of the sketch."""
+    """Count the bytes that heads have read of the sketch."""
     bulk, counters = store.bulk, layer.counters
     in_records = bulk.records is not None
     for row, length in enumerate(bulk.lengths):
         readers = selecting[row] if selecting else []
-        if in_records and bulk.sketch is not None and bulk.sketch.lengths[row]:  # whose keys follow from the sketch
+        if in_records and bulk.sketch is not None and bulk.sketch.lengths[row]:  # decoding reads the sketch
             readers = list(map(or_, readers, whole[row])) if selecting else whole[row]
         if heads := sum(readers):
             assert bulk.sketch is not None

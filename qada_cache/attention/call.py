@@ -219,7 +219,7 @@ def _is_end_of(whole: Any, mask: Any, queries: int) -> bool:
 def _compute(asker: Asker, store: TokenStore, call: Call, asked: Query, config: PreTrainedConfig) -> Tensor | None:
     """Attention `[batch, queries, heads, value_dim]`; None if the model's own has to compute it."""
     if call.empty:
-        # Under "sdpa" no mask means causal. Other attentions may say so otherwise, and read masks of other shapes.
+        # Under "sdpa" no mask means causal. Other attentions may mark that in another way, or by other masks.
         known = config._attn_implementation == "sdpa" and (call.mask is None or call.mask.dim() == 4)
         return attend_to_prompt(asker, asked, call.key, call.value) if known else None
     work: Callable[[], Tensor]
@@ -234,7 +234,7 @@ def _compute(asker: Asker, store: TokenStore, call: Call, asked: Query, config: 
         if isinstance(asker, LatentLayer):
             work = LatentAttention(asker, store, asked, call.value.shape[3]).attend_adaptively
     out = asker.shared.placement.retry(work, asked.states.device)
-    return out.transpose(1, 2).contiguous()  # some models view it, as transformers' own attention makes it so
+    return out.transpose(1, 2).contiguous()  # as of transformers' own attention: some models view it
 
 
 def _store(layer: QAdALayer, store: TokenStore, call: Call) -> None:
@@ -273,7 +273,7 @@ def check_shared_keys(module: nn.Module) -> None:
 
 
 def _refuse_second(layer: QAdALayer) -> NoReturn:
-    """For a model that attends to the same keys a second time, in a way not supported."""
+    """Raise NotImplementedError: the model attends to the same keys a second time, in a way that is not supported."""
     raise NotImplementedError(
         f"{layer.shared.model.model_type} attends more than once to one layer's keys, in that layer or in others, "
         "which QAdACache does not support: use transformers.DynamicCache for this model"

@@ -21,12 +21,13 @@ _UNSUPPORTED = {
     "cu_seq_lens_q": "texts packed into one row",
 }
 
-# These, and others that call for a look.
+# All arguments that `check_supported` looks at.
 _WATCHED = {*_UNSUPPORTED, "softcap", "is_causal", "output_attentions"}
 
 
 def list_watched(kwargs: dict[str, Any]) -> tuple[str, ...] | None:
-    """The arguments by which a call is what it is only as long as they are None; None, if one is not."""
+    """The names in `kwargs` of arguments that `check_supported` looks at; None, if one of them has a value. A later
+    call with None for all of them needs no new look."""
     found = tuple(name for name in kwargs if name in _WATCHED)
     return None if any(kwargs[name] is not None for name in found) else found
 
@@ -34,7 +35,8 @@ def list_watched(kwargs: dict[str, Any]) -> tuple[str, ...] | None:
 def check_supported(
     asker: Asker, module: nn.Module, kwargs: dict[str, Any], *, tokens: int, seen: int, first: bool
 ) -> None:
-    """Raise as `forward.attention_forward`, for a call with so many new `tokens` of those `seen`."""
+    """Raise the errors of `forward.attention_forward`, for a call with `tokens` new tokens, which are the last of
+    `seen`. `first`: the layer is the pass's first one."""
     managed = asker.shared.model
     name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
@@ -59,8 +61,8 @@ def check_supported(
         generation.refuse_other_model(name)
     if first and 1 < tokens < seen:
         generation.check_repeated(seen - tokens)
-    if asker.bound_module is None or seen == tokens:  # nothing cached yet: another module may have it
-        if managed.shard is UNSHARDED:  # as far as is known, of a cache that was built from a config alone
+    if asker.bound_module is None or seen == tokens:  # nothing cached yet: another module may take the layer
+        if managed.shard is UNSHARDED:  # also of a cache that was built from a config alone, which knows no more
             check_sharding(module, name)
         asker.bound_module = weakref.ref(module)
     elif asker.bound_module() is not module:

@@ -14,7 +14,7 @@ from ..storage import TokenStore
 from .by_torch import attend_by_torch
 from .plan import Plan, find_plan
 
-TURN_TOKENS = 512  # more, where the window is as long, are matrices enough for torch
+TURN_TOKENS = 512  # the most that kernels compute: the matrices of longer turns are large enough for torch
 
 
 def attend_adaptively(layer: Asker, store: TokenStore, query: Query) -> Tensor:
@@ -43,7 +43,7 @@ def compute(layer: Asker, store: TokenStore, query: Query, rows: Rows, plan: Pla
     """Compute the output of `attend_adaptively` by this plan, and count decisions."""
     bulk, kernel, operands = store.bulk, plan.kernel, plan.operands
     storer = None if query.unstored is None else plan.storer
-    by_itself = kernel is compiled_decode.fused_decode  # which stores the token, and estimates
+    by_itself = kernel is compiled_decode.fused_decode  # this one stores the token, and estimates `log A_bulk`
     if storer is not None or by_itself:
         query.moments = list_moments(layer, store, rows)
     if not query.moments:
@@ -65,9 +65,9 @@ def compute(layer: Asker, store: TokenStore, query: Query, rows: Rows, plan: Pla
 
 
 def takes_turns(layer: Asker, store: TokenStore, states: Tensor) -> bool:
-    """Whether kernels for single tokens are to compute several `[batch, heads, queries, dim]`. Heads that are read
-    whole are read once for all tokens by torch, and by these once for each, so only if tokens are selected. The CPU's
-    takes one row; by Triton's every token reads for itself."""
+    """Whether kernels for single tokens compute a turn of several, `states` `[batch, heads, queries, dim]`. They read
+    a whole head once for each token, and torch once for all, so they serve only if tokens are selected. The CPU's
+    kernel takes one row; by Triton's every token reads for itself."""
     options = layer.options
     if store.sketch is None or states.shape[2] > TURN_TOKENS or options.kernels == "torch":
         return False
@@ -107,13 +107,13 @@ def estimate_log_bulk(layer: Asker, store: TokenStore, query: Query, rows: Rows,
         if (own := store.moments) is not None:
             scoring: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
             estimate = gaussian_log_bulk(states, *own.flat, rows.own_log_tokens, **scoring)
-            if 0 in own.count and not store.update_moments:  # frozen before there was anything to know
+            if 0 in own.count and not store.update_moments:  # frozen before some row had tokens in its bulk
                 known = (
                     torch.tensor(own.count, dtype=torch.int64, device="cpu").to(estimate.device, non_blocking=True) > 0
                 )
                 says = known.view(-1, 1, 1, 1) | rows.own_log_tokens.isposinf()
                 estimate = estimate.masked_fill(~says, torch.nan)
-            found = estimate if found is None else torch.fmax(found, estimate)  # which takes a number before a nan
+            found = estimate if found is None else torch.fmax(found, estimate)  # fmax ignores nan
     if found is not None:
         return found
     return plan.find_constant(layer)
@@ -122,8 +122,8 @@ def estimate_log_bulk(layer: Asker, store: TokenStore, query: Query, rows: Rows,
 def estimate_by_others(
     moments: KeyMoments, layer: Asker, states: Tensor, query: Query, rows: Rows, kv_heads: int
 ) -> Tensor:
-    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]` of queries `[batch, heads, queries, dim]` float32 by
-    another prompt's moments: of each query those for its bulk's length."""
+    """Eq. 7's `log A_bulk` `[batch, kv_heads, group, queries]` of queries `[batch, heads, queries, dim]` float32, by
+    another prompt's moments. Each query takes those for the length of its bulk."""
     lookup: Any = states.device, layer.shared.model.shard, (kv_heads, states.shape[3])
     scoring: dict[str, Any] = {"kv_heads": kv_heads, "scaling": query.scaling, "softcap": query.softcap}
     if states.shape[2] == 1:

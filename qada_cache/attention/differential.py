@@ -1,8 +1,8 @@
 """Differential attention (DiffLlama): layers whose module attends twice to the same keys, each time with another half
 of the values' heads, which stands for both halves.
 
-A token is stored once, each key with the two values that it gives. Its module's first call computes both outputs, or
-the model's own attention does in each.
+A token is stored once, each key with both of its values. The module's first call computes the outputs of both calls.
+If the model's own attention computes them, each call computes its own.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class DifferentialLayer(QAdALayer):
         """Drop all tokens and counters."""
         super().reset()
         self.joined: Tensor | None = None  # values of the new tokens, as they are stored
-        self.second: Tensor | None = None  # what the second call is to return, if it has been computed
+        self.second: Tensor | None = None  # output of the second call, if the first one computed it
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `QAdALayer`, with values `[batch, kv_heads, tokens, value_dim]`."""
@@ -35,7 +35,7 @@ class DifferentialLayer(QAdALayer):
         if self.incoming is not key or self.joined is None:
             return None
         half = self.joined.split(value.shape[3], dim=-1)[self.lent is not None]
-        # On other devices than CPUs, which would be waited for, the first tokens of a text are looked at.
+        # Comparing waits for devices other than CPUs: there only the first tokens of a text are compared.
         known = value.device.type != "cpu" and self.seen > key.shape[2]
         return (key, self.joined) if half.shape == value.shape and (known or torch.equal(half, value)) else None
 

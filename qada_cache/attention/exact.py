@@ -41,7 +41,7 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
         if not prompt.serves(states, key, value, causal=True):
             return None
         if options.prefill_threshold > 0 and selected_prompt.serves(states, value):
-            select, whole = selected_prompt.selected_attention, False  # which reads rows one by one
+            select, whole = selected_prompt.selected_attention, False  # it takes single rows
     make = states.new_empty if query.valid is None else states.new_zeros  # padding keeps its zeros
     out = make(batch, tokens, heads, value.shape[3])
     for rows in [slice(0, batch)] if whole else [slice(row, row + 1) for row in range(batch)]:
@@ -104,8 +104,8 @@ def _select(
     *,
     padding: int = 0,
 ) -> None:
-    """A `selected_attention` of a prompt or a chunk, with what the layer's options and counters say. `padding` are
-    tokens of the whole prompt that are none of the row's."""
+    """Call `select`, a `selected_attention`, for a prompt or a chunk under the layer's options, and count its pairs.
+    `padding` is the number of the whole prompt's tokens that are padding in this row."""
     (query, key, value), options, counters = call, layer.options, layer.counters
     arguments: dict[str, Any] = {"sinks": options.sink_tokens, "window": options.window}
     arguments |= {"threshold": options.prefill_threshold, "end": layer.shared.forward_pass.prompt_tokens - padding}
@@ -123,7 +123,7 @@ def attend_exactly(layer: Asker, store: TokenStore, query: Query, key: Tensor, v
 
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
     `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`, expanded ones of a `LatentLayer`. Queries
-    are those of the last tokens, of all as a rule; `valid` and `visible` of the query are of all. The result is
+    are those of the last tokens, as a rule of all. The query's `valid` and `visible` cover all tokens. The result is
     `[batch, heads, queries, value_dim]` in the query's dtype, zeros for padding.
     """
     if (selected := attend_to_chunk(layer, store, query, key, value)) is not None:

@@ -1,9 +1,9 @@
 """The attention function that comes before transformers' own, and which models it serves.
 
 A model finds its attention by name, `config._attn_implementation`, in a table. Building a QAdACache leaves the name and
-puts our function before all that models find there (`models/attention_table.py`): for the keys of a QAdACache it
-computes, any other call it passes on to what the model would have called. So other models and caches compute what they
-did.
+puts our function before all that models find there (`models/attention_table.py`). Our function computes calls with keys
+of a QAdACache. It passes any other call on to the function that the model would have called, so other models and caches
+compute what they did.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from . import generation
 from .call import Attention, attend, check_shared_keys, is_lending
 from .latent import find_expanding_layer, is_expanding
 
-# Beside the names of flash attention, which are those of kernels from the Hub, too.
+# Names of attentions that are served, beside flash attention's, some of which name kernels of the Hub.
 _SERVED = ("eager", "sdpa", "flex_attention")
 # The name that was in each config when its last cache was built. Configs are compared by identity.
 _switched_on: Any = WeakIdKeyDictionary()
 
 
 class _Masks(threading.local):
-    """Whether models make any that hide tokens, by thread."""
+    """Whether models make masks that hide tokens, by thread."""
 
     hide = True
 
@@ -46,8 +46,8 @@ outside_graphs = torch.compiler.disable(
 
 
 def check_implementation(config: PreTrainedConfig) -> None:
-    """Raise ValueError if the config belongs to no model yet, or its attention is none that is known to be softmax
-    attention over all keys."""
+    """Raise ValueError if the config belongs to no model yet, or its attention is not known to be softmax attention
+    over all keys."""
     name = getattr(config, "_attn_implementation", None)
     if name is None:
         raise ValueError(
@@ -89,8 +89,8 @@ def is_switched_on(config: PreTrainedConfig) -> bool:
 
 @contextlib.contextmanager
 def without_masks() -> Iterator[None]:
-    """Have models make no masks meanwhile, in this thread, or zeros on the device for layers that are not ours, as not
-    all models do without: each row's new token sees all that layers hold."""
+    """Inside, models make no masks in this thread: each row's new token sees all that layers hold. For layers that are
+    not ours they make zeros on the device, as some models need a mask."""
     _masks.hide = False
     try:
         yield
@@ -125,8 +125,8 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The signature transformers gives attention functions, after `base`, the model's own of them; returns
-    `[batch, tokens, heads, dim]` and weights.
+    """An attention function, with `base`, the model's own, before the arguments of transformers. Returns `[batch,
+    tokens, heads, dim]` and weights (None unless `base` computes).
 
     The first call on an empty cache is exact but for `prefill_threshold`, by the model's own unless ours is faster
     (`attend_to_prompt`). A call of another cache is the model's own. A call with more new tokens than
@@ -140,7 +140,7 @@ def attention_forward(
     if layer is None and is_expanding():
         layer = _find_latent_layer(module, key)
     if layer is None:
-        if is_lending() and hasattr(module, "is_kv_shared_layer"):  # as modules of all models whose layers share keys
+        if is_lending() and hasattr(module, "is_kv_shared_layer"):  # modules of models whose layers share keys
             _check_shared_keys(module)
         if not torch.compiler.is_compiling():
             generation.warn_of_unused(module, key.shape[-2])
@@ -149,11 +149,11 @@ def attention_forward(
 
 
 def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
-    """The mask that `base` makes; of a call that continues a QAdACache only what it says of tokens, None or bool
-    `[batch, tokens]`: `[queries, tokens]` would be the largest tensor of a long turn.
+    """The mask that `base` makes. For a turn that continues a QAdACache only its padding, None or bool `[batch,
+    tokens]`: `[queries, tokens]` would be the largest tensor of a long turn.
 
-    Functions that make masks are told numbers of a cache and not the cache, so one of these says whose it is (`Seen`),
-    and whose `ForwardPass` is to know whether the mask hides tokens.
+    Functions that make masks get numbers of a cache and not the cache. So its number of tokens is a `Seen`, which says
+    that it is ours, and which `ForwardPass` has to know whether the mask hides tokens.
     """
     tokens, padding = kwargs["kv_length"], kwargs.get("attention_mask")
     if not _masks.hide:
@@ -169,7 +169,7 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
     # For a single token others' masks are `[batch, 1, 1, tokens]` or None; flex attention compiles even that one.
     fewest = 1 if getattr(kwargs.get("config"), "_attn_implementation", None) == "flex_attention" else 2
     skips = plain and fits and fewest <= kwargs.get("q_length", 1) < tokens
-    # Block masks keep the number, and graphs know no such class.
+    # An int, as block masks keep the number, and compiled graphs do not know the class `Seen`.
     made = padding if skips else base(**kwargs | {"kv_length": int(tokens)})
     if tokens.forward_pass is not None:
         shows_all = causal and fits and generation.is_in_pass() and (padding is None or bool(padding.all()))

@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
     """The prompt that `generate` is reading."""
 
     in_chunks: bool
-    tokens: int  # of the prompt and what was held before it; 0 if `generate` reads none
+    tokens: int  # tokens of the prompt and those cached before it; 0 if `generate` reads none
 
 
 class _Asked(threading.local):
@@ -44,8 +44,8 @@ _asked = _Asked()
 def find_prompt() -> Prompt:
     """The prompt that a `generate` on the stack is reading. A prompt that other code reads is taken for turns.
 
-    No argument of a forward pass tells: a last chunk looks like a short turn. `generate` says the chunks' size to its
-    own `_prefill` alone; the model, its config and the cache never hold it.
+    No argument of a forward pass says so: a last chunk looks like a short turn. `generate` gives the chunks' size to
+    its own `_prefill` alone; the model, its config and the cache never hold it.
     """
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is _PREFILL:
@@ -56,14 +56,14 @@ def find_prompt() -> Prompt:
 
 
 def is_in_pass() -> bool:
-    """Whether a model's forward function is at work: else the caller makes a mask, and may write to it."""
+    """Whether a model's forward function is on the stack. If not, the caller makes the mask, and may write to it."""
     frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe()) if frame.f_code.co_name == "forward"]
     return any(isinstance(frame.f_locals.get("self"), PreTrainedModel) for frame in frames)
 
 
 def is_at_work(part: "weakref.ref[Any] | None") -> bool:
-    """Whether the innermost forward function of a model that is at work, or one that it calls, was given or made this
-    object."""
+    """Whether the innermost model's forward function on the stack, or a function that it has called, has this object
+    among its local variables: it was given the object, or made it."""
     if part is None or part() is None:
         return False
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
@@ -76,9 +76,9 @@ def is_at_work(part: "weakref.ref[Any] | None") -> bool:
 
 
 def check_repeated(held: int) -> None:
-    """Whether the pass under way gives the whole text to a cache that holds `held` tokens of it. `generate` does at
-    every step but the first, to any cache, if it is told not to use one: that is logged, once. It does at the first
-    step of assisted decoding: RuntimeError, as the text would be read twice."""
+    """Look whether the pass under way gives the whole text to a cache that holds `held` tokens of it. `generate` does
+    so at every step but the first if it is told to use no cache: that is logged, once. It does so at the first step of
+    assisted decoding: RuntimeError, as the text would be read twice."""
     for frame, _ in _find_own_call():
         variables = frame.f_locals
         if frame.f_code is _PREFILL or not isinstance(given := variables.get("model_kwargs"), dict):
@@ -91,7 +91,7 @@ def check_repeated(held: int) -> None:
             )
         elif variables.get("is_first_iteration") and "candidate_input_ids" in variables:
             text, mask = variables["input_ids"].shape[1], given.get("attention_mask")
-            # New tokens alone come with a mask of all.
+            # If `generate` was given new tokens alone, their mask covers the tokens held, too.
             if held < text and (mask is None or mask.shape[1] < held + text):
                 raise RuntimeError(
                     f"assisted decoding and prompt lookup give a cache that holds {held} tokens the whole text again, "
@@ -106,10 +106,10 @@ def note_asked(cache: Any, length: int) -> None:
     RuntimeError if it will give it to another model, which may not even look at it."""
     _asked.last = weakref.ref(cache), length
     frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back  # who called the method of the cache that calls this
+    frame = frame and frame.f_back and frame.f_back.f_back  # the caller of the cache's method that calls this
     if frame and frame.f_code is _PREFILL and isinstance(model := frame.f_locals.get("self"), PreTrainedModel):
         check_own(cache, model)
-    if frame and rope_deltas.NAME in frame.f_code.co_names:  # who asks goes on to read the model's own
+    if frame and rope_deltas.NAME in frame.f_code.co_names:  # the caller goes on to read the model's
         cache._shared.rope_deltas.put_back(length)
 
 
@@ -162,8 +162,8 @@ def find_dropped(decoder: nn.Module, kwargs: dict[str, Any]) -> Any:
 
 
 def warn_of_unused(module: nn.Module, tokens: int) -> None:
-    """Log, once, that `generate` was given a QAdACache and reads without it, if so. For every call of attention over
-    `tokens` keys of other caches, or of none: nearly all of them end at the first line."""
+    """Log, once, if `generate` was given a QAdACache and reads without it. Every attention call over `tokens` keys of
+    other caches, or of none, comes here: nearly all return at the first line."""
     if _asked.last is None or getattr(module, "is_cross_attention", False):
         return
     cache, length = _asked.last[0](), _asked.last[1]
@@ -190,9 +190,9 @@ def warn_of_unused(module: nn.Module, tokens: int) -> None:
 
 
 def _find_own_call() -> Iterator[tuple[FrameType, bool]]:
-    """The frames of the innermost `generate` on the stack, from the inside out, each with True, if it, or the function
-    `custom_generate` that it was given, is itself what calls the model, and not a logits processor, or an assistant,
-    within it. Else the first of them with False."""
+    """The frames of the innermost `generate` on the stack, from the inside out, each with True, if `generate` itself
+    or the function `custom_generate` that it was given calls the model. If a logits processor or an assistant within
+    it calls the model: the innermost of these frames alone, with False."""
     inner: FrameType | None = None
     called = None
     for frame, _ in traceback.walk_stack(inspect.currentframe()):

@@ -1,8 +1,8 @@
 """Trained selection: latents of which the model's own indexer picks those that a query reads (DeepSeek-V3.2, GLM-5).
 
-A module of these expands what `update` returned, and makes a mask as wide as the keys that it then has, which shows
-what its indexer picked. So it is given keys without contents, as many as there are tokens (`expand`), and attention
-reads the latents that the mask shows from wherever they lie, and no others.
+An attention module of such a model expands what `update` returned. Its mask is as wide as the keys that it then has,
+and shows what its indexer picked. So the module gets keys without contents, one for each token (`expand`). Attention
+reads only the latents that the mask shows, from wherever they are stored.
 
 Indexers count all tokens, padding included, and so does the store: its rows are alike.
 """
@@ -34,7 +34,7 @@ PICKED = 4096  # tokens of a block that is gathered
 
 class IndexedLayer(LatentLayer, DynamicIndexedLayer):
     """One layer of latents with an indexer, whose own keys `[batch, tokens, dim]` transformers' class keeps on the
-    model's device. Layers that go by an earlier layer's indexer have none."""
+    model's device. Layers that use an earlier layer's indexer have no such keys."""
 
     stores_padding = True
 
@@ -45,7 +45,8 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         self.widths: tuple[int, int, int] | None = None  # heads, and channels of their keys and values
 
     def _get_keys(self) -> Tensor:
-        """In a pass, keys without contents: some indexers ask them how many tokens there are. Else refused."""
+        """In a pass, keys without contents, as some indexers read the number of tokens from them. Outside of a pass as
+        `QAdALayer`."""
         if self.incoming is None:
             return QAdALayer.keys.fget(self)
         return _stand_in(self.incoming, len(self.incoming), 1, self.seen, self.sizes.dim)
@@ -66,12 +67,12 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         """As `LatentLayer`. The latents are tagged for the module's `expand_kv`."""
         self._take_in(key_states, value_states)
         tagged = key_states.view_as(key_states)
-        tagged._qada_layer = self  # type: ignore[attr-defined]  # which `models/latent.py` looks for
+        tagged._qada_layer = self  # type: ignore[attr-defined]  # `models/latent.py` looks for it
         return tagged, value_states
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Take in new keys of the indexer, and return all. RuntimeError, if these are not of the tokens held."""
-        if self.indexer_keys is not None:  # those of a file may lie elsewhere
+        if self.indexer_keys is not None:  # those of a file may lie on another device
             self.indexer_keys = self.indexer_keys.to(indexer_key_states.device)
         keys = super().update_indexer(indexer_key_states)
         if keys.shape[1] != self.seen:
@@ -91,8 +92,8 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         return tokens, first
 
     def note_hidden(self, queries: int) -> None:
-        """Have the tokens of a call, which are stored, not count as `alike`, unless its mask is known to hide nothing:
-        no other text is to begin with them."""
+        """Count the stored tokens of a call neither as `exact` nor as `alike`, unless its mask is known to hide none:
+        other texts must not begin with them."""
         if not self._hides_none() and (store := self.store) is not None:
             before = self.seen - queries
             for counts in (store.exact, store.alike):
@@ -120,7 +121,7 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         return made
 
     def check_module(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
-        """As `LatentLayer`, by newest tokens that are expanded for it: what the module has may be without contents."""
+        """As `LatentLayer`, with the newest tokens, expanded here: the module's own keys may be without contents."""
         assert self.incoming is not None
         if self.checked is None or self.checked() is not module:
             latent = self.incoming[:, :, -PROBED:]
@@ -179,8 +180,8 @@ def _stand_in(like: Tensor, *shape: int) -> Tensor:
 
 
 def attend_to_picked(layer: IndexedLayer, query: Query, base: Callable[[], Tensor]) -> Tensor:
-    """`[batch, queries, heads, value_dim]` of a call whose queries see what `query.visible` says. Its tokens are stored
-    afterwards. A first prompt is `base()`, the model's own attention."""
+    """Attention `[batch, queries, heads, value_dim]` of a call whose queries see the tokens that `query.visible` shows.
+    The call's tokens are stored afterwards. For a first prompt `base()`, the model's own attention, computes it."""
     store, incoming, queries = layer.store, layer.incoming, query.states.shape[2]
     assert store is not None
     assert incoming is not None
@@ -207,7 +208,7 @@ def attend_to_picked(layer: IndexedLayer, query: Query, base: Callable[[], Tenso
 
 
 class PickedAttention(LatentAttention):
-    """Attention of one call over what was picked of the cached tokens and the new ones, which are not stored yet."""
+    """Attention of one call over picked tokens: cached ones, and new ones, which are not stored yet."""
 
     def __init__(self, layer: IndexedLayer, store: Any, query: Query) -> None:
         assert layer.widths is not None
@@ -216,11 +217,11 @@ class PickedAttention(LatentAttention):
         self.new = layer.incoming
 
     def attend_all(self) -> Tensor:
-        """`[batch, heads, queries, value_dim]` in the query's dtype."""
+        """Attention's output `[batch, heads, queries, value_dim]` in the query's dtype."""
         states, visible, sink_logits = self.query.states, self.query.visible, self.query.sink_logits
         assert visible is not None
         result = states.new_zeros(*states.shape[:3], self.value_dim)
-        for row in range(len(states)):  # each has tokens of its own
+        for row in range(len(states)):  # each row has picked tokens of its own
             out, lse = self._attend_row(row, states[row : row + 1], visible[row])
             if sink_logits is not None:
                 none = sink_logits.float()[None, :, None].expand_as(lse)
@@ -236,7 +237,7 @@ class PickedAttention(LatentAttention):
         dim = self.new.shape[3] if absorbed else self.value_dim
         out = states.new_zeros(*grouped.shape[:3], dim, dtype=torch.float32)
         lse = out.new_full(out.shape[:-1], -torch.inf)
-        # Numbers of a token: of the mask, or of keys and values.
+        # The numbers that a block holds for each token: the mask's, or those of keys and values.
         numbers = queries * heads if absorbed else max(queries, heads * (states.shape[3] + self.value_dim))
         block = max(MIN_BLOCK, EXPANDED // numbers)
         for index, latents in self._gather(row, picked):
@@ -246,7 +247,7 @@ class PickedAttention(LatentAttention):
                 if not absorbed:
                     keys, values = expand(self.module, *keys.split(self.layer.sizes, dim=-1))
                     keys, values = keys.to(states), values.to(states)
-                if queries == 1:  # which sees all that is picked
+                if queries == 1:  # a single query sees all picked tokens
                     part = partial_attention(grouped, keys, values, **self.arguments)
                 else:
                     shown = visible[:, at].repeat(heads if absorbed else 1, 1)

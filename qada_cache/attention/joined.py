@@ -13,8 +13,8 @@ from ..storage import TokenStore
 from ..storage.reading import read_together, view_beside
 from .latent import LatentLayer
 
-DEVICES = ("cuda",)  # types of devices on which launches take longer
-# Bytes of a layer's keys and values. Up to this size, to copy all costs less than another attention call and a merge.
+DEVICES = ("cuda",)  # types of devices on which launches take longer than short attention
+# Bytes of a layer's keys and values. Up to this size, copying all costs less than another attention call and a merge.
 JOINED_BYTES = 1 << 26
 
 

@@ -30,19 +30,19 @@ from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
 
-PROBED = 4  # tokens of a module's first call, whose keys and values are made again
-QUANTISED = 0.05  # tolerance for modules that may round what they are given, by all of it
+PROBED = 4  # newest tokens of a module's first call: their keys and values are computed again, to compare them
+QUANTISED = 0.05  # allowed error of modules that may round their inputs, as a share of the norm
 
-# What options may be that say how tokens are laid out and read, and by what.
+# Allowed values of options that say how tokens are laid out and read, and by which kernels.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bulk_bits": (BULK_BITS, *RUNGS),
     "prefill_threshold": (0.0,),
     "kernels": ("auto", "torch"),
     "cuda_graph": (None, False, True),
 }
-# Where heads decide.
+# Allowed values if heads decide.
 _SELECTING = _PLAIN | {"kernels": KINDS}
-# Where everything is read because nothing else was asked for.
+# Allowed values if no criterion was given, so that everything is read: the defaults, and those that say the same.
 _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "threshold": (THRESHOLD, 1.0),
     "criterion": ("gaussian", "dense"),
@@ -50,7 +50,7 @@ _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "audit_every": (0,),
     **_PLAIN,
 }
-# Where an indexer picks tokens, and a criterion was asked for.
+# Allowed values if an indexer picks tokens, and a criterion was given.
 _PICKED = _EVERYTHING | {"criterion": ("dense",)}
 
 # By thread, the layer whose new tokens its module is expanding.
@@ -59,8 +59,8 @@ _expanding: dict[int, "weakref.ref[LatentLayer]"] = {}
 
 def resolve_latent_options(options: Options, config: PreTrainedConfig, *, chosen: bool) -> Options:
     """These options as layers of latents follow them. Heads decide if the criterion was `chosen`, is not "dense", and
-    no indexer picks tokens; else all are read, of the criterion "dense". NotImplementedError, if the options ask for
-    something else."""
+    no indexer picks tokens. Else the criterion is "dense", and all tokens are read. NotImplementedError, if the options
+    ask for something else."""
     indexed = has_indexers(config)
     decides = chosen and not indexed and options.criterion != "dense" and options.threshold < 1.0
     if indexed:
@@ -88,7 +88,7 @@ class LatentLayer(QAdALayer):
         """Drop all tokens and counters."""
         super().reset()
         self.checked: Any = None  # weak reference to the module that `check_module` took last
-        self.reads_weight = False  # whether its weight is laid out as projections are, if nothing else counts
+        self.reads_weight = False  # whether that module's weight, read as projections, gives its keys and values
 
     @property
     def sizes(self) -> LatentSizes:
@@ -98,7 +98,7 @@ class LatentLayer(QAdALayer):
 
     @property
     def adaptive_tokens(self) -> int:
-        """None, where all is read exactly, but for single ones of a graph."""
+        """As `QAdALayer` if heads decide. Else all is read exactly: 0, or 1 if a graph computes single tokens."""
         return super().adaptive_tokens if self.decides else int(self.by_plan)
 
     @property
@@ -108,12 +108,13 @@ class LatentLayer(QAdALayer):
 
     @property
     def by_plan(self) -> bool:
-        """Whether single tokens are computed by a plan, which makes room for them: a graph holds no other steps."""
+        """Whether single tokens are computed by a plan, in columns that are there from the start. A graph replays no
+        other steps."""
         return self.decides or self.options.cuda_graph is True
 
     def _keep_by_options(self, store: TokenStore) -> None:
-        """As `QAdALayer`, where heads decide. Else a sketch, if tokens lie in few bits behind it."""
-        # As every step reads all of a bulk, it may be copied for every 64th token.
+        """As `QAdALayer`, with little spare room. Unless heads decide, a sketch is kept for records alone."""
+        # As steps read all of a bulk, it may be copied whenever it has grown by 1/64.
         store.bulk.growth = CodedBulk.growth
         store.shared_dim = self.sizes.rank if self.by_plan else 0
         energies = self.options.query_energies
@@ -152,12 +153,12 @@ class LatentLayer(QAdALayer):
         return self.sizes
 
     def find_new(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """As `QAdALayer`: what was joined, whatever the module made of it."""
+        """As `QAdALayer`: the new latents with their rotary channels, whatever the module has expanded them to."""
         return None if self.incoming is None else (self.incoming, self.incoming[..., :0])
 
     def _makes(self, module: nn.Module, key: Tensor) -> bool:
-        """Whether these keys `[batch, heads, tokens, nope + rope]` are of the new tokens: they end in rotary channels.
-        On other devices than CPUs, which would be waited for, the first keys of a text are looked at."""
+        """Whether these keys `[batch, heads, tokens, nope + rope]` are of the new tokens: keys end in the rotary
+        channels. Comparing waits for devices other than CPUs: there only the first keys of a text are compared."""
         assert self.incoming is not None
         rotary = self.incoming[..., self.sizes.rank :]
         if not has_latents(module) or (len(key), *key.shape[2:3]) != (len(rotary), *rotary.shape[2:3]):
@@ -206,7 +207,7 @@ def find_expanding_layer(module: nn.Module, key: Tensor) -> LatentLayer | None:
 
 
 def is_expanding() -> bool:
-    """Whether there is such a layer, in any thread: `torch.compile` can look that up."""
+    """Whether a module is expanding a layer's new tokens, in any thread: `torch.compile` can trace this."""
     return len(_expanding) > 0
 
 

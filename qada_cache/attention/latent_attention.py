@@ -48,8 +48,8 @@ class LatentAttention:
         return self._attend_absorbed(rows, states) if absorbed else self._attend_expanded(rows, states)
 
     def attend_adaptively(self) -> Tensor:
-        """`decode.attend_adaptively` of the query, `[batch, heads, queries, value_dim]` in its dtype. All keys of a
-        head have the same bias, which no softmax shows."""
+        """`decode.attend_adaptively` of the query, `[batch, heads, queries, value_dim]` in its dtype. The keys' bias is
+        left out: it adds the same number to all scores of a query, which softmax cancels."""
         states = self.query.states
         absorbed = self._absorb(states).view(*states.shape[:3], -1)
         out = attend_adaptively(self.layer, self.store, replace(self.query, states=absorbed))
@@ -57,12 +57,12 @@ class LatentAttention:
 
     @cached_property
     def by_weight(self) -> bool:
-        """Whether projections are there to be read."""
+        """Whether the projections can be read from the module's weight."""
         return self.layer.reads_weight and is_plain(self.module)
 
     @cached_property
     def projections(self) -> Projections:
-        """The module's."""
+        """The module's projections, read from its weight, or found by its outputs (`ask_projections`)."""
         sizes, heads = self.layer.sizes, self.query.states.shape[1]
         if self.by_weight:
             return read_projections(self.module, sizes, heads, self.nope)
@@ -71,7 +71,7 @@ class LatentAttention:
     def _is_cheaper_absorbed(self, past: int, queries: int) -> bool:
         """Compare both ways by a head's multiplications, for `queries` queries that read `past` tokens."""
         rank, rope = self.layer.sizes
-        expansion = rank * (self.nope + self.value_dim)  # of one token, or of one query's absorption
+        expansion = rank * (self.nope + self.value_dim)  # multiplications to expand one token, or absorb one query
         asked = 0 if self.by_weight or "projections" in vars(self) else rank * expansion
         absorbed = queries * (past * (2 * rank + rope) + expansion) + asked
         return absorbed <= past * (expansion + queries * (self.nope + rope + self.value_dim))
@@ -91,7 +91,7 @@ class LatentAttention:
         return self._merge_heads(out, lse, states)
 
     def _absorb(self, states: Tensor) -> Tensor:
-        """Queries that meet latents as they are: `[rows, 1, heads * queries, rank + rope]`, in the dtype of these."""
+        """Absorbed queries `[rows, 1, heads * queries, rank + rope]`, in the dtype of the latents."""
         absorbed = absorb(states, self.projections, self.layer.sizes)
         return absorbed.reshape(len(states), 1, -1, absorbed.shape[3]).to(self.store.near_keys.dtype)
 
@@ -106,11 +106,11 @@ class LatentAttention:
         return found, lse
 
     def _project(self, averages: Tensor) -> Tensor:
-        """`[rows, heads, queries, value_dim]` float32, of averages of latents, with rotary channels behind them or
-        without, `[rows, heads, queries, *]`."""
+        """Outputs `[rows, heads, queries, value_dim]` float32, from averages of latents `[rows, heads, queries, *]`,
+        which may have rotary channels behind them."""
         by = self.projections
         own = averages[..., : self.layer.sizes.rank].to(by.values.dtype)
-        found = (by.values @ own.mT).mT  # in this order, as else torch copies weights of 16 bits first
+        found = (by.values @ own.mT).mT  # in the other order torch would copy weights of 16 bits first
         return self._pad(add_bias(found, by.value_bias).float())
 
     def _attend_expanded(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,5 +134,5 @@ class LatentAttention:
         return out, lse
 
     def _pad(self, values: Tensor) -> Tensor:
-        """With as many channels as the output has."""
+        """`values` with zeros behind them, up to the channels of the output."""
         return nn.functional.pad(values, (0, self.value_dim - values.shape[-1]))

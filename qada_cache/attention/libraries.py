@@ -38,7 +38,7 @@ def list_libraries(
         if kernels == "auto" and not by_torch:
             sizes = dim, value_dim, group, layout
             found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
-        if by_torch or options.audit_every:  # which read whole heads by partial attention
+        if by_torch or options.audit_every:  # both read whole heads by partial attention
             sizes = dim, value_dim, cpu.round_queries(group), None
             found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
     found += _list_coders(layout, dtype, dim, sketched=options.selects_tokens)
@@ -60,8 +60,8 @@ def list_libraries(
 
 
 def list_latent_libraries(options: Options, dtype: torch.dtype, sizes: LatentSizes, heads: int) -> list[Library]:
-    """The libraries that decode with layers that cache latents of these `sizes` for `heads` query heads. Their prompt
-    needs none of these, as its keys are expanded."""
+    """The libraries that decode with layers that cache latents of these `sizes` for `heads` query heads. A prompt needs
+    none of these, as its keys are expanded."""
     dim, rank = sizes.dim, sizes.rank
     if options.kernels == "torch":
         return []

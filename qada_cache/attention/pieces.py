@@ -34,7 +34,7 @@ def compute_in_pieces(
     if asked or others or not fits or (positions is not None and positions.shape[-1] != tokens):
         return None
     if positions is None and "position_ids" in inspect.signature(decoder.forward).parameters:
-        # Not all models count on from the tokens of a cache (Bamba).
+        # Not all models count positions on from the tokens of a cache (Bamba does not).
         given = next(kwargs[name] for name in _SEQUENCES if kwargs.get(name) is not None)
         positions = held + torch.arange(tokens, dtype=torch.int64, device=given.device)[None]
         kwargs = kwargs | {"position_ids": positions}
@@ -57,8 +57,8 @@ def compute_in_pieces(
 
 
 def _find_plain(kwargs: dict[str, Any], seen: int) -> Any:
-    """The mask of a pass. Models that read images hand their decoder masks by type of layer: if these hide nothing but
-    later tokens, those that it makes itself, without any, say the same."""
+    """The mask of a pass. Models that read images hand their decoder a mask for each type of layer. If these hide only
+    later tokens: None, as the decoder then makes the same masks itself."""
     mask = kwargs.get("attention_mask")
     full = mask.get("full_attention", mask.get(INDEXED, mask)) if isinstance(mask, dict) else mask
     if isinstance(mask, dict) and isinstance(full, Tensor) and full.dim() == 4:

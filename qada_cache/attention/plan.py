@@ -34,17 +34,17 @@ class Plan:
     """How calls with queries of one shape are computed. It keeps the storage's tensors alive, so a layer drops its plan
     before they are replaced. A copy of a layer has no plan, as its tensors are others."""
 
-    kind: tuple[Any, ...]  # of the calls: what `find_plan` compares
-    version: tuple[int, ...]  # of the storage
+    kind: tuple[Any, ...]  # what the calls have in common, compared by `find_plan`
+    version: tuple[int, ...]  # `TokenStore.version` that the operands are of
     kernel: Callable | None  # None: torch computes the calls
     operands: Operands
     queries: torch.Size  # `[batch, heads, queries, dim]`
-    storer: Storer | None = None  # of single tokens before `kernel`, which stores them itself or has torch do it
+    storer: Storer | None = None  # stores a single token before `kernel`; None: torch or the kernel stores it
     constant: Tensor | None = None  # see `find_constant`
-    call: TokenCall | None = None  # of the last call that took the long way, if others like it need not
+    call: TokenCall | None = None  # the last call that was checked in full, if calls like it need not (`step.follow`)
 
     def __deepcopy__(self, memo: dict) -> None:
-        return None  # see above
+        return None  # the copy's tensors are others
 
     def find_constant(self, layer: Asker) -> Tensor:
         """`Query.log_bulk` of criteria that compare no masses, and of queries without a bulk: `+inf` for long-context

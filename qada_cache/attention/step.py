@@ -1,5 +1,5 @@
-"""A decoded token in a layer that does what the pass's first layer did: it does not look again at what that layer has
-checked and found for the pass."""
+"""The short way of a decoded token through a layer in the same state as the pass's first layer: it takes over what that
+layer has checked and found."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from .plan import TokenCall, find_plan
 
 
 def note_step(layer: QAdALayer, asked: Query, mask: Any, kwargs: dict[str, Any]) -> None:
-    """After a call of attention for `asked` tokens, all of them stored: let the layer's next token follow the first
-    layer of its pass, and other layers follow this one, if it is the first. Each row has one token, which is no
-    padding, and a kernel has computed it."""
+    """After a call of attention for `asked` tokens, all of them stored: let the layer's next token `follow` the first
+    layer of its pass, and later layers of this pass follow this one, if it is the first. Only calls count that a kernel
+    has computed, with one token a row, which is no padding."""
     plan, forward_pass, store = layer.plan, layer.shared.forward_pass, layer.store
     single = asked.states.shape[2] == 1 and asked.valid is None and asked.visible is None
     # Budgets and audits are each layer's own; kinds of layers with more to do than to attend are not served.
@@ -43,8 +43,8 @@ def follow(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """Attention `[batch, 1, heads, value_dim]` of a token, now stored; None, if the call is not like the first layer's,
-    or the layer not as it was. Then nothing has changed."""
+    """Attention `[batch, 1, heads, value_dim]` of a token, now stored. None, with nothing changed, if the call is not
+    like the layer's last checked one (`plan.call`), or the layer's state differs from the first layer's (`lead`)."""
     store, plan = layer.store, layer.plan
     if store is None or plan is None or plan.call is None or layer.index == lead.layer or layer.incoming is not key:
         return None
@@ -63,4 +63,4 @@ def follow(
     asked = Query(query, scaling, sink_logits=None if sinks is None else sinks.reshape(-1), unstored=(key, value))
     out = compute(layer, store, asked, lead.rows, plan)
     layer.incoming = None
-    return out.transpose(1, 2)  # of one token: as it lies
+    return out.transpose(1, 2)  # still contiguous, as it has one token

@@ -34,7 +34,7 @@ from .latent import LatentLayer, resolve_latent_options
 
 logger = logging.getLogger(__name__)
 
-NEWEST = (5, 24)  # transformers that the tests run on: what is private there may change
+NEWEST = (5, 24)  # the newest transformers that the tests run on: private names may change in later ones
 
 
 def find_text_config(model: PreTrainedModel | None, config: PreTrainedConfig | None) -> PreTrainedConfig:
@@ -58,8 +58,8 @@ def find_text_config(model: PreTrainedModel | None, config: PreTrainedConfig | N
 
 
 def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None:
-    """Raise NotImplementedError for a kind of model that its config, or its kind, already tells cannot be served. Warn
-    once of a transformers that is newer than any tested, or that lacks a private name which is read here."""
+    """Raise NotImplementedError if the model's config or class already shows that it cannot be served. Warn once of a
+    transformers that is newer than any tested, or that lacks a private name which this package reads."""
     missing = find_missing()
     if missing or tuple(map(int, transformers.__version__.split(".")[:2])) > NEWEST:
         lacking = f", which lacks {', '.join(missing)}" if missing else ""
@@ -77,7 +77,7 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
     if model is None:
         return
-    # The parts of a model, itself perhaps, that go by its decoder's config; what reads images does not.
+    # The parts of a model, perhaps itself, that have its decoder's config; parts that read images have another.
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config]
     asked = [getattr(part, "_can_set_attn_implementation", None) for part in parts or [model]]
     if not all(can_set is None or can_set() for can_set in asked):
@@ -121,8 +121,8 @@ def make_layer(shared: Shared, index: int) -> QAdALayer:
 
 def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) -> Options:
     """These options with the moments that they ask for, loaded or collected if they are needed. Latents are read
-    whole unless another criterion was `chosen`. Errors are those of `resolve_moments`, a ValueError: moments or static
-    heads are not of this model, or those of `resolve_latent_options`."""
+    whole unless another criterion was `chosen`. ValueError, if moments or static heads are not of this model; other
+    errors as by `resolve_moments` and `resolve_latent_options`."""
     if managed.latents is not None:
         options = resolve_latent_options(options, managed.config, chosen=chosen)
         if options.criterion == "dense":
@@ -138,7 +138,7 @@ def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) ->
             raise ValueError(
                 f"StaticHeads has shape {shape}, this model needs {[layers, heads]} or {[layers, kv_heads]}"
             )
-    if other is not None and split_sources(options.moments)[1] not in PROMPTS:  # else they are of this very model
+    if other is not None and split_sources(options.moments)[1] not in PROMPTS:  # a prompt's are of this very model
         _check_moments(other, managed.config)
     asked = combine_sources(current, other) if used else options.moments  # files are not read again
     energies = None if other is None else other.query_energies
@@ -148,13 +148,13 @@ def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) ->
 
 
 def choose_bits(options: Options, managed: ManagedModel) -> Options:
-    """These resolved options with the default bits of a bulk."""
+    """These resolved options with the default `bulk_bits`: `DEFAULT_BITS` if the model `reads_records`."""
     return replace(options, bulk_bits=DEFAULT_BITS) if reads_records(options, managed) else options
 
 
 def reads_records(options: Options, managed: ManagedModel) -> bool:
-    """Whether a model with these resolved options decodes a bulk in few bits as fast as another: tokens are selected by
-    a sketch in the metric of the queries, and the kernel for CPUs computes it all."""
+    """Whether a model with these resolved options decodes as fast with a bulk in few bits as in the model's dtype:
+    tokens are selected by a sketch in the metric of the queries, and the kernel for CPUs computes every call."""
     model, config = managed.get(), managed.config
     if model is None or not options.selects_tokens or options.query_energies is None:
         return False

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the user's own cache folder, of which no file of somebody else's is read."""
+"""Files that are whole or not there, and the user's own cache folder, from which only the user's files are read."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-LOCKS = sys.platform != "win32"  # elsewhere an open file can be locked, and be replaced
+LOCKS = sys.platform != "win32"  # whether a file can be locked, and replaced while it is open
 if LOCKS:
     import fcntl
 
@@ -46,8 +46,8 @@ def open_folder(name: str, *, make: bool = False) -> Iterator[int]:
 
 @contextmanager
 def open_folder_at(path: Path, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder at `path`, whatever becomes of that; made if `make`, for the user alone. An OSError
-    unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none)."""
+    """A descriptor of the folder at `path`, valid even if that is renamed. `make`: create the folder, for the user
+    alone. An OSError unless it is a folder, no link, and the user's alone (FileNotFoundError: there is none)."""
     if os.mkdir not in os.supports_dir_fd:
         raise OSError(f"who can write to {path} cannot be told on {sys.platform}")
     if make:
@@ -80,10 +80,10 @@ def _check_own(status: os.stat_result, path: str | Path) -> None:
 
 
 def read(folder: int, name: str) -> bytes:
-    """The content of the file `name` of a folder, as by `open_file`, which is marked as used."""
+    """The content of the file `name` of a folder, as by `open_file`. The file is marked as used."""
     with open_file(folder, name) as file:
         if os.utime in os.supports_fd:
-            with suppress(OSError):  # a file system that is read alone
+            with suppress(OSError):  # a read-only file system
                 os.utime(file.fileno())
         return file.read()
 
@@ -147,7 +147,7 @@ def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, fold
                     file.seek(piece, os.SEEK_CUR)
                 else:
                     file.write(piece)
-            file.truncate()  # to where zeros have come
+            file.truncate()  # the file ends here, even if zeros were only sought past
         os.replace(unfinished, path, src_dir_fd=folder, dst_dir_fd=folder)  # while it is locked
     except BaseException:
         os.unlink(unfinished, dir_fd=folder)
@@ -159,9 +159,9 @@ def write(path: str | Path, content: Iterable[bytes | memoryview | int], *, fold
 
 @contextmanager
 def lock(folder: int, name: str, *, seconds: float) -> Iterator[None]:
-    """Whoever makes the file `name` of a folder of `open_folder` does so alone, among processes and threads: wait until
-    others have, or for so many seconds, and go on. A killed process keeps nobody waiting. OSError, if nothing can be
-    locked there."""
+    """Inside, the caller alone makes the file `name` of a folder of `open_folder`, among processes and threads. Waits
+    until others have made it, for at most `seconds`, and goes on in either case. A killed process keeps nobody waiting.
+    OSError, if nothing can be locked there."""
     if not LOCKS:
         raise OSError(f"files are not locked on {sys.platform}")
     unfinished, end = f".{name}.lock{UNFINISHED}", time.monotonic() + seconds
@@ -197,7 +197,7 @@ def _try_lock(unfinished: str, folder: int) -> int | None:
 
 
 def _let_go() -> None:
-    """A forked process holds no locks: else they would outlast the process that took them."""
+    """Close all locks' descriptors in a forked process: else the locks would outlast the process that took them."""
     while _locked:
         os.close(_locked.pop())
 
@@ -217,7 +217,7 @@ def _begin(beginning: str, folder: int | None) -> tuple[int, str]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor, name
-        os.close(descriptor)  # before it was locked, another process took it for a dead one's
+        os.close(descriptor)  # before it was locked, another process removed it as a killed one's
 
 
 def sweep(folder: int) -> None:
@@ -227,7 +227,8 @@ def sweep(folder: int) -> None:
 
 
 def _sweep(folder: str | int, beginning: str) -> None:
-    """Remove unfinished files of killed processes, which are those not locked; of other beginnings, old ones alone."""
+    """Remove unfinished files of killed processes: those that no process has locked and whose name has this beginning,
+    or which are older than `STALE_SECONDS`."""
     within = folder if isinstance(folder, int) else None
     with suppress(OSError), os.scandir(folder) as entries:  # a folder may be written to and not listed
         for entry in entries:
@@ -239,7 +240,8 @@ def _sweep(folder: str | int, beginning: str) -> None:
 
 
 def _remove(path: str, within: int | None, *, old: bool) -> None:
-    """Remove an unfinished file; OSError if its process lives, as a lock tells, or, where none can, if it is young."""
+    """Remove an unfinished file. OSError if its process lives: the file is locked; or, on a file system without locks,
+    is not `old`."""
     with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,15 +29,15 @@ class OpenFile:
         import fcntl
 
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored; the usual signal ends us
+            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored; the default one ends us
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)  # nobody is to wait for it
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)  # else writers would wait
         except OSError:
             return False
         return True
 
     def map(self, *, shared: bool) -> Tensor:
-        """Its content, uint8 `[size]`; writes go to the file if `shared`. A RuntimeError if the system has no room."""
+        """The file's content, uint8 `[size]`; writes go to it if `shared`. A RuntimeError if the system has no room."""
         size = os.fstat(self._descriptor).st_size
         return torch.from_file(f"/proc/self/fd/{self._descriptor}", shared=shared, size=size, dtype=torch.uint8)
 

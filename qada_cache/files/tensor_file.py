@@ -27,7 +27,7 @@ _TYPES = {  # by safetensors' names
     **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
 }
 _DTYPES = {dtype: name for name, dtype in _TYPES.items()}
-_MISSING = (LookupError, TypeError, AttributeError)  # in a header: a field, or one of another kind
+_MISSING = (LookupError, TypeError, AttributeError)  # of a header that lacks a field, or has another type of it
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 _ALIGNMENT = 64  # bytes, as torch aligns memory on the CPU
 
@@ -42,12 +42,12 @@ class PaddedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The tensor's."""
+        """The tensor's dtype."""
         return self.tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the file."""
+        """The shape that the file has."""
         rows, heads, _, dim = self.tensor.shape
         return rows, heads, self.room, dim
 
@@ -89,7 +89,7 @@ def encode(kind: str, tensors: Mapping[str, FileTensor], state: dict[str, Any]) 
     header: dict[str, Any] = {"__metadata__": about}
     sizes = {name: math.prod(tensor.shape) * tensor.dtype.itemsize for name, tensor in tensors.items()}
     # Those whose neighbours stay aligned as torch aligns memory come first, the others as their elements need it.
-    # Where a tensor lies decides the last bit of what is computed from it: maps and copies are to agree.
+    # The alignment of a tensor decides the last bit of what is computed from it, and maps and copies have to agree.
     names = sorted(tensors, key=lambda name: (sizes[name] % _ALIGNMENT > 0, -tensors[name].dtype.itemsize, name))
     end = 0
     for name in names:
@@ -114,9 +114,9 @@ def read(path: str | os.PathLike, kind: str) -> tuple[dict[str, Tensor], dict[st
 def map_file(
     path: str | os.PathLike, kind: str, empty: Callable[..., Tensor] = torch.empty, *, mmap: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any], PrivateMap | None]:
-    """As `read`, with tensors that are views of the mapped file. A map of None means copies, which `empty` makes room
-    for as `torch.empty`, read once from the first byte to the last: `mmap` is False, the file is too small, or the
-    system cannot map it, or cannot tell whether somebody writes to it."""
+    """As `read`, with tensors that are views of the mapped file, and its map. If the map is None, tensors are copies:
+    `empty` makes them as `torch.empty`, and the file is read once, from first byte to last. The map is None if `mmap`
+    is False, the file is small, or the system cannot map it or cannot tell whether somebody writes to it."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no {kind} file at {path}")
     source: PrivateMap | None = None
@@ -158,7 +158,7 @@ def view(content: bytearray, kind: str, path: str | os.PathLike) -> tuple[dict[s
 
 
 def read_state(file: BinaryIO, kind: str, path: str | os.PathLike) -> dict[str, Any]:
-    """The state of an open file of this kind, which was not compared with the checksum."""
+    """The state of an open file of this kind, not compared with the checksum."""
     with _refuse_incomplete(path):
         about, _ = _read_header(path, kind, file)
         return json.loads(about["state"])
@@ -183,7 +183,7 @@ def _refuse_incomplete(path: str | os.PathLike) -> Iterator[None]:
 
 
 def _read_header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, Any]]:
-    """Metadata and entries of a file of this kind; what is read next are its tensors."""
+    """Metadata and entries of a file of this kind. Afterwards `file` is at the first byte of its tensors."""
     size = int.from_bytes(file.read(8), "little")
     if size > _LONGEST_HEADER:
         raise ValueError(f"{path} is not a safetensors file, or is truncated: its header has {size} bytes")
@@ -202,7 +202,7 @@ def _read_header(path: str | os.PathLike, kind: str, file: BinaryIO) -> tuple[di
 
 
 def _check(path: str | os.PathLike, about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The state of a file whose tensors and state are what was written."""
+    """The state of a file. ValueError, unless its tensors and state are what was written, by the checksum."""
     if about.get("sha256") != _digest(about.get("state", ""), tensors):
         raise ValueError(f"{path} was altered after it was written (checksum mismatch)")
     with _refuse_incomplete(path):
@@ -225,5 +225,5 @@ def _cut(tensor: FileTensor) -> Iterator[memoryview | int]:
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
-    # `flatten` leaves a dimension of one number its stride, by any of which it is contiguous.
+    # Not `flatten`: it keeps the stride of a dimension of one number, which may be any, and bytes need a stride of 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -20,8 +20,8 @@ def read_keys(
 ) -> dict[int, Tensor]:
     """Keys `[batch, kv_heads, tokens, dim]` of every full-attention layer, of this process's heads, on the CPU. The
     model reads `chunk` tokens of `ids` `[batch, tokens]` at a time, at `positions` `[batch, tokens]` (None: its own).
-    `done` is told after each chunk how many it had. A ValueError if a layer keeps other keys, or if the model reads no
-    text by itself."""
+    After each chunk `done` is called with its number of tokens. A ValueError if a layer keeps other keys, or if the
+    model reads no text by itself."""
     config = model.config.get_text_config(decoder=True)
     cache, device = DynamicCache(config=config), find_inputs_device(model)
     # With hidden states wanted, layers that read other layers' keys get all queries, and not the last one alone.

@@ -1,4 +1,4 @@
-"""Key moments of the current prompt as layers hold them: running."""
+"""Running key moments of the current prompt, as layers hold them."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ Pair = tuple[Tensor, Tensor]  # mean and covariance
 
 def flatten(mean: Tensor, covariance: Tensor) -> Pair:
     """Views of `[rows, kv_heads, dim]` and `[rows, kv_heads, dim, dim]` as batched products take them, `[rows *
-    kv_heads, 1, dim]` and `[rows * kv_heads, dim, dim]`. Whoever makes moments makes these too: at every token of every
+    kv_heads, 1, dim]` and `[rows * kv_heads, dim, dim]`. They are made with the moments, once: at every token of every
     layer they would take as long as a product."""
     dim = mean.shape[-1]
     return mean.view(-1, 1, dim), covariance.view(-1, dim, dim)
@@ -24,7 +24,7 @@ class RunningMoments:
     def __init__(self, batch: int, kv_heads: int, dim: int, device: torch.device) -> None:
         self.count = [0] * batch  # tokens taken in
         self.kernels = "auto"  # one of `choice.KINDS`
-        # Of the population; zeros for a row without tokens.
+        # Mean and covariance of the population; zeros for a row without tokens.
         mean = torch.zeros(batch, kv_heads, dim, dtype=torch.float32, device=device)
         self._hold(mean, mean.new_zeros(batch, kv_heads, dim, dim))
 
@@ -58,6 +58,7 @@ class RunningMoments:
         self._hold(self.mean.to(device), self.covariance.to(device))
 
     def restore(self, count: list[int], mean: Tensor, covariance: Tensor) -> None:
-        """Take over another one's moments."""
+        """Replace all moments by these: per row the number of tokens, `mean` `[rows, kv_heads, dim]` and `covariance`
+        `[rows, kv_heads, dim, dim]`, both float32."""
         self.count = count
         self._hold(mean, covariance)

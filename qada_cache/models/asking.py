@@ -13,18 +13,19 @@ from .plain import make_plain
 
 ASKED = 4  # inputs of each layer
 _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "vocab_size")
-# What a layer raises that takes other inputs.
+# Errors of a layer that takes other inputs.
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class UntoldWeightsError(LookupError):
-    """A model's weights cannot be told from another checkpoint's."""
+    """Nothing distinguishes a model's weights from another checkpoint's."""
 
 
 @torch.no_grad()
 def ask(model: PreTrainedModel, paths: Mapping[str, bool]) -> dict[str, bytes]:
-    """Outputs of the layers at these paths for a few inputs, by path; of the module around one that takes none. An
-    UntoldWeightsError if none of these does either, and the path's value says that this matters."""
+    """Digests of the outputs of the layers at these paths for a few inputs, by path. If a layer takes none of the
+    inputs, the nearest module around it that takes one stands for it. UntoldWeightsError, if there is none and the
+    path's value is True."""
     found: dict[str, bytes] = {}
     for path, matters in paths.items():
         place, answers = path, None
@@ -46,8 +47,8 @@ def ask(model: PreTrainedModel, paths: Mapping[str, bool]) -> dict[str, bytes]:
 
 
 def _answer(model: PreTrainedModel, module: nn.Module) -> bytes | None:
-    """A digest of a module's outputs; None if it takes none of the inputs, or answers what tells nothing: the input
-    itself, no finite numbers, something else each time."""
+    """A digest of a module's output for the first input that it takes. None if it takes none, or if its outputs tell
+    nothing: they are the inputs themselves, not finite, or different each time."""
     with make_plain(module) as (plain, _), torch.autocast(model.device.type, enabled=False):
         for given in _make_inputs(model, module):
             try:
@@ -74,8 +75,8 @@ def _take_tensor(output: Any) -> Tensor:
 
 
 def _make_inputs(model: PreTrainedModel, module: nn.Module) -> Iterator[Tensor]:
-    """Token ids for an embedding; for a layer rows with a single one, whose products with a matrix are its columns,
-    whatever the order of sums."""
+    """Inputs to try: token ids `[1, ids]` for an embedding; for a layer one-hot rows `[1, rows, width]`. Their products
+    with a matrix are its columns, in whatever order sums are computed."""
     device = next((part.device for part in (*module.parameters(), *module.buffers()) if not part.is_meta), model.device)
     config = model.config.get_text_config(decoder=True)
     rows = getattr(module, "num_embeddings", None)
@@ -94,5 +95,5 @@ def _make_inputs(model: PreTrainedModel, module: nn.Module) -> Iterator[Tensor]:
 
 
 def _pick_places(size: int) -> Tensor:
-    """Indices `[ASKED]`, from the first to the last."""
+    """Indices below `size`, int64, from the first to the last: `ASKED` at most."""
     return torch.linspace(0, size - 1, min(ASKED, size), dtype=torch.float64, device="cpu").long()

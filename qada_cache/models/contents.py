@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-SAMPLED = 4096  # numbers that stand for contents that are no tensor
+SAMPLED = 4096  # about so many elements, evenly spaced, stand for contents that are no tensor
 _FEWEST = 64  # values: smaller attributes are no layer's weights
 _DEEPEST = 4  # levels of nested attributes that are searched
 _SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
@@ -23,7 +23,7 @@ _SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Siz
 _REGISTERING = re.compile(r"(torch\.nn|transformers(?!\.integrations)|peft|bitsandbytes)(\.|$)")
 _SHARED = ("torch", "transformers", "tokenizers", "accelerate", "huggingface_hub", "numpy")  # hold nobody's weights
 _COMMON = frozenset(vars(nn.Module()))
-# Names of what follows from config and text.
+# Names of attributes that are computed from config and text, and so are no weights.
 _DERIVED = re.compile(r"(^|_)(cos|sin|freqs?|rope|rotary|masks?|cached?|positions?|alibi)(_|$)")
 
 
@@ -60,7 +60,8 @@ class Contents:
                     self._take(path, prefix + name, value)
 
     def _stands_in(self, path: str, module: nn.Module) -> bool:
-        """Whether it is of another package than the module around it, as of one that packs weights, and shows none."""
+        """Whether a module comes from another package than the module around it, as from one that packs weights, and
+        shows fewer than `_FEWEST` values of weights."""
         parent_path, parent = path, module
         while parent_path and (parent is module or type(parent).__module__.startswith("torch.nn.")):
             parent_path = parent_path.rpartition(".")[0]
@@ -79,7 +80,7 @@ class Contents:
                 self._find_hidden(path, prefix + name, value, 0)
 
     def _find_hidden(self, path: str, name: str, value: Any, depth: int) -> None:
-        """Take tensors and bytes in an attribute, in its containers, objects and functions."""
+        """Take the tensors and bytes of an attribute, also those in containers, objects and functions that it holds."""
         if isinstance(value, (Tensor, torch.ScriptObject)) or _has_bytes(value):
             self._take(path, name, value)
         elif isinstance(value, nn.Module):
@@ -117,7 +118,7 @@ class Contents:
             self._close(path)
 
     def _find_offloaded(self, name: str) -> Tensor | None:
-        """A weight that accelerate keeps elsewhere, as it lies there."""
+        """The weight `name` from accelerate's map of offloaded weights; None if it is in none."""
         path = name
         while path:
             path = path.rpartition(".")[0]
@@ -125,7 +126,7 @@ class Contents:
             for part in getattr(hook, "hooks", [hook]):
                 try:
                     return part.weights_map[name.removeprefix(f"{path}.")]
-                except (AttributeError, KeyError, TypeError):  # none, or not of this weight
+                except (AttributeError, KeyError, TypeError):  # no such hook, or not of this weight
                     continue
         return None
 
@@ -140,8 +141,8 @@ def find_width(module: nn.Module) -> int | None:
 
 
 def _lacks_weights(module: nn.Module) -> bool:
-    """Whether a layer says how long its inputs are, and neither it nor what is in it registers as many weights: two
-    bits of each in words of 32 at least."""
+    """Whether a layer says how long its inputs are, but neither it nor a module in it registers a tensor large enough
+    for its weights: they take at least two bits each, in words of 32 bits."""
     if (width := find_width(module)) is None:
         return False
     outputs = getattr(module, "out_features", None)
@@ -151,13 +152,13 @@ def _lacks_weights(module: nn.Module) -> bool:
 
 
 def is_readable(weight: Tensor) -> bool:
-    """Whether values are there, and torch's own to read by index."""
+    """Whether a weight's values are in memory, and torch itself reads them by index."""
     own_rules = type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not (own_rules or weight.is_meta or weight.is_quantized) and weight.layout is torch.strided
 
 
 def _list_parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The weight by its name, or the tensors that it consists of by names of their own."""
+    """A weight and its name; or the tensors that it consists of, each with a name of its own."""
     if hasattr(weight, "to_local"):  # a DTensor: this process's part
         weight = weight.to_local()
     if not hasattr(weight, "__tensor_flatten__"):  # torch's protocol for classes that wrap tensors
@@ -169,7 +170,7 @@ def _list_parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _has_bytes(value: Any) -> bool:
-    """Whether it shows its bytes, as arrays do."""
+    """Whether `value` exposes its bytes to Python's `memoryview`, as arrays do, and holds no Python objects."""
     try:
         return not memoryview(value).format.startswith("O")
     except (BufferError, TypeError, ValueError):

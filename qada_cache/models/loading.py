@@ -8,13 +8,14 @@ from huggingface_hub.utils import get_session
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 
 TIMEOUT = 10  # seconds that the Hub has to answer at all
-# Their messages say what is wrong: with files, with a dtype that torch has not, with a device that it was not built for
-# or that has no memory left. Damaged files raise others too, as of safetensors, whose kind has to be named.
+# Errors whose messages say what is wrong: with files, with a dtype that torch has not, with a device that torch was not
+# built for or that has no memory left. Damaged files also raise others, as safetensors' own: these need their class.
 _TELLING = OSError, ValueError, AttributeError, AssertionError, RuntimeError, ImportError
 
 
 def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -> tuple[Any, Any]:
-    """The model and tokenizer of a path, a repository of the Hub or a GGUF file; `where` is for both.
+    """The model and tokenizer of a path, a repository of the Hub or a GGUF file. `where` are keywords of
+    `from_pretrained` for both.
 
     Raises:
         ValueError: there is no such model, or it cannot be read.
@@ -29,14 +30,14 @@ def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -
         reads_images = type(config) not in tables[0] and type(config) in tables[1]
         kind = AutoModelForMultimodalLM if reads_images else AutoModelForCausalLM
         return kind.from_pretrained(name, dtype=dtype, device_map=device_map, **where), tokenizer
-    except Exception as error:  # which does not always name the model
+    except Exception as error:  # its message does not always name the model
         said = error if isinstance(error, _TELLING) else f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot load the model {name!r}: {said}") from error
 
 
 def _check_there(name: str, revision: str | None) -> None:
-    """Raise ValueError, if `name` is a path of nothing, or of a model of the Hub that nobody can ask for: transformers
-    tries that for a minute."""
+    """Raise ValueError, if `name` is a path without a file or folder, or a model of the Hub while the Hub cannot be
+    reached: transformers would try for a minute."""
     if Path(name).expanduser().exists():
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf"):
@@ -45,7 +46,7 @@ def _check_there(name: str, revision: str | None) -> None:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
-    except Exception as error:  # of whichever client the library has
+    except Exception as error:  # its class depends on the HTTP client that the library has
         raise ValueError(
             f"there is no file or folder {name} and no such model in the Hub's cache, and {constants.ENDPOINT} cannot "
             f"be reached ({error})"

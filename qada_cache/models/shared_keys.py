@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-READS = "reuse"  # transformers' word
+READS = "reuse"  # transformers' mode of a layer that reads another layer's keys
 
 
 def find_readers(config: PreTrainedConfig) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Checks of what a store is asked: texts and models whose keys depend only on the tokens before them."""
+"""Checks of requests to a store, which serves texts and models whose keys depend only on the tokens before them."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,9 @@ from ..key_moments.rotation import find_growing_parameters, read_rope_settings
 from ..models.sharding import check_unsharded, count_processes
 from .filling import list_layers
 
+# Names of settings that are ids of tokens for images or sound; and of configs' parts that read other things than text.
 _MEDIA = re.compile(r"(image|video|audio|vision|speech)\w*_(id|index)$")
-_READERS = re.compile(r"image|video|audio|vision|speech|vq|protein")  # of configs' parts
+_READERS = re.compile(r"image|video|audio|vision|speech|vq|protein")
 
 
 def check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]], key: str | None) -> None:
@@ -34,7 +35,8 @@ def check(cache: QAdACache, model: PreTrainedModel, rows: Iterable[Sequence[int]
 
 
 def find_real_rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]:
-    """The real tokens of each row, and the number of columns."""
+    """The real tokens of each row of ids `[tokens]` or `[rows, tokens]`, and the number of columns. ValueError for
+    other ids, or for a mask of another shape or that hides tokens behind real ones."""
     whole = torch.as_tensor(ids, device="cpu")
     whole = whole[None] if whole.dim() == 1 else whole
     if whole.dim() != 2 or not whole.shape[1] or whole.is_floating_point() or whole.dtype == torch.bool:
@@ -51,7 +53,7 @@ def find_real_rows(ids: Any, mask: Tensor | None) -> tuple[list[list[int]], int]
 
 
 def _check_text(model: PreTrainedModel, tokens: Sequence[int]) -> None:
-    """Raise NotImplementedError unless the keys of `tokens` follow from them alone, whatever comes behind them."""
+    """Raise NotImplementedError unless the keys of `tokens` depend on these tokens alone, whatever follows them."""
     config = model.config.get_text_config(decoder=True)
     rope = read_rope_settings(config)
     if any(find_growing_parameters(rope, layer) for layer in range(config.num_hidden_layers)):

@@ -68,7 +68,7 @@ def _store_segments(
             shorter: list[Name] = []
             if name not in listing.files:
                 covering, shorter = _compare(folder, listing, header, parent)
-                if covering is not None:  # the last segment, which others may follow in another text
+                if covering is not None:  # `new` was the last segment of this text
                     return start + len(part), written
                 layers = copy(start, start + len(part))
                 if all(layer.keys() >= {*CODES} for layer in layers):
@@ -87,8 +87,8 @@ def _store_segments(
 
 
 def _compare(folder: Folder, listing: Listing, new: Header, parent: str) -> tuple[Name | None, list[Name]]:
-    """Compares `new` with the stored segments after `parent`. If `new` is not a whole segment, and one of them holds
-    all its tokens, that one. Else None, and the partial segments that `new` makes useless."""
+    """Compare `new` with the stored segments after `parent`. Returns the one that holds all tokens of `new`, if `new`
+    is not a whole segment. Else returns None, and the partial segments that `new` makes useless."""
     shorter: list[Name] = []
     for name, old in folder.list_following(listing, parent):
         fewer = min(len(old.tokens), len(new.tokens))
@@ -157,7 +157,7 @@ def write_segment(
     held: tuple[int, int],
 ) -> int:
     """Write a segment after `chain` and make room for it; returns its bytes, or 0, with a warning, if there is no room.
-    `held`: tokens before it, and tokens of the whole text."""
+    `held` are the numbers of tokens before it, and of the whole text."""
     parts = {f"{part} {at}": each for at, layer in enumerate(layers) for part, each in layer.items()}
     if not (size := _write(folder, listing, name, header, parts, max_bytes, chain)):
         warn_once(

@@ -15,7 +15,7 @@ class StoreStats:
         prompts: rows that `cache` was asked for; hits: rows of them whose beginning was stored.
         prompt_tokens: tokens of all these rows; saved_tokens: those of them that need not be read again.
         written_bytes: of files that `keep` wrote.
-        segments: files in the folder; bytes: of these, as the file system counts a file's content.
+        segments: number of files in the folder; bytes: of their contents.
     """
 
     prompts: int
@@ -50,7 +50,7 @@ class StoredPrompts:
     used: float
 
     def make_row(self) -> dict[str, str]:
-        """Its row of a table, by column."""
+        """The row of a table that lists stored prompts: texts by column."""
         return {
             "id": self.id,
             "model": self.model or self.type,

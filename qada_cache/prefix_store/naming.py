@@ -31,7 +31,7 @@ class Name(NamedTuple):
 
     root: str  # the first characters of `name_root`
     number: int  # segments before it
-    parent: str  # the one before it; of the first one `name_root`
+    parent: str  # name of the segment before it; `name_root` for the first one
     own: str
 
     def __str__(self) -> str:
@@ -52,11 +52,12 @@ def name_root(model: PreTrainedModel, key: str | None) -> str:
 
 
 def name_states(chain: Sequence[str], starts: Sequence[int], tokens: Sequence[int], reading: str) -> list[Name]:
-    """Names that the file of states behind `tokens`, all of a text's, may have. It follows the last whole segment
-    before them, by the first name, or one of the two before that, which were the last ones once.
+    """Names that the file of states after all `tokens` of a text may have. The first name puts it after the last
+    segment that ends before the text does. The other names put it after one of the two segments before that: the last
+    one that was stored when the file was written.
 
-    `chain` begins with the root and goes on with the names of segments; `starts` are the tokens before what follows
-    each of them.
+    `chain` begins with the root and goes on with the names of segments. `starts[i]` is the number of tokens up to the
+    end of `chain[i]`.
     """
     last = bisect_left(starts, len(tokens)) - 1
     return [

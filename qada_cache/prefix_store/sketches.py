@@ -30,7 +30,7 @@ def find_code(store: TokenStore, row: int, start: int, stop: int) -> dict[str, t
     if sketch is None or index < 0 or index == (start - store.sinks) // SEGMENT_TOKENS - 1:
         return {}
     found = sketch.find_segment(row, index)
-    if found is None:  # it is still open there
+    if found is None:  # the sketch has this segment still open
         first, own = store.sinks + index * SEGMENT_TOKENS, slice(row, row + 1)
         keys, _ = store.copy_tokens(own, first, first + SEGMENT_TOKENS)
         found = {name: part[0] for name, part in sketch.code_keys(keys).items()}
@@ -48,8 +48,8 @@ def has_code(layer: dict[str, torch.Tensor], layout: Layout) -> bool:
 
 
 def restore(store: TokenStore, row: int, pieces: Sequence[Layers], place: int) -> None:
-    """Fill the empty sketch of the layer at `place` with a row's bulk: with the codes of its pieces as far as these
-    have codes, and by coding the rest."""
+    """Fill the empty sketch of `store`, the layer at `place` in each of `pieces`, for a row's bulk: with codes from the
+    pieces, up to the first one without codes, and by coding the rest."""
     sketch, length = store.sketch, store.bulk.lengths[row]
     assert sketch is not None
     known = []

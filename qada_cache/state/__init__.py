@@ -25,8 +25,8 @@ from .observation import Observer
 
 THRESHOLD, TOKEN_THRESHOLD = 0.95, 4.4
 SKETCH_BITS = 1.5
-BULK_BITS = 16  # as the model made them
-DEFAULT_BITS = 8  # where a kernel reads records
+BULK_BITS = 16  # keys and values in the model's dtype, whatever its bits
+DEFAULT_BITS = 8  # `bulk_bits` if the user gives none and a kernel reads records
 
 
 class _Range(NamedTuple):
@@ -72,11 +72,11 @@ class Options:
     sketch_bits: float = field(default=SKETCH_BITS, metadata=_describe_keyword(_BITS))
     bulk_bits: int = field(default=BULK_BITS, metadata=_describe_keyword(laid_out=True))
     prefill_threshold: float = field(default=0.0, metadata=_describe_keyword(_FINITE, laid_out=True))
-    moments: MomentsSource = field(default=CURRENT, metadata=_describe_keyword())  # as asked for
-    # No keywords but for the last: found by these and by the model.
+    moments: MomentsSource = field(default=CURRENT, metadata=_describe_keyword())  # as the user gave it
+    # The fields below are no keywords, except for `tuned`: they follow from the keywords and the model.
     current_moments: bool = True  # whether these include the moments of the prompt being read
     other_moments: KeyMoments | None = None  # those of another prompt that they include
-    query_energies: Tensor | None = None  # of the model [layers, kv_heads, dim], None if they are not known
+    query_energies: Tensor | None = None  # float32 [layers, kv_heads, dim]; None if they are not known
     # Whether both thresholds, perhaps `bulk_bits` and `prefill_threshold` too, are those that `qada tune` kept.
     tuned: bool = field(default=False, metadata={"check": _FLAG})
 
@@ -125,7 +125,7 @@ class Options:
 
     @property
     def codes_tokens(self) -> bool:
-        """Whether a bulk is kept in few bits, where there are records of its heads."""
+        """Whether layers keep their bulk in few bits, if the channels of their heads allow records."""
         return self.bulk_bits != BULK_BITS
 
     @property
@@ -137,7 +137,7 @@ class Options:
 _ASKED = {each.name: each.metadata for each in fields(Options) if "outputs" in each.metadata}
 LAID_OUT = tuple(name for name, about in _ASKED.items() if about["laid_out"])  # the same in all copies of a cache
 DECIDING = tuple(name for name in _ASKED if name not in LAID_OUT)  # the others: copies may differ
-CONDITIONS = tuple(name for name, about in _ASKED.items() if about["outputs"])  # under which outputs were measured
+CONDITIONS = tuple(name for name, about in _ASKED.items() if about["outputs"])  # those that outputs depend on
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,9 +148,9 @@ class ManagedModel:
     config: Any = None  # its decoder's, compared by identity
     whole_config: Any = None  # the model's; `config` is a part of it, or the same
     dtype: torch.dtype | None = None  # the model's; None if the cache was built with a config alone
-    get: Callable[[], PreTrainedModel | None] = lambda: None  # the model, weakly; None likewise, or if it is gone
+    get: Callable[[], PreTrainedModel | None] = lambda: None  # returns the model, held weakly; None without one
     layers: tuple[int, ...] = ()  # indices of the full-attention layers, served by the cache itself
-    readers: Mapping[int, int] = field(default_factory=dict)  # of these, those that read another's keys, and that one
+    readers: Mapping[int, int] = field(default_factory=dict)  # by reader, the layer whose keys it reads
     latents: LatentSizes | None = None  # if these layers cache latents
     shard: HeadShard = UNSHARDED  # this process's part of their heads
 
@@ -162,7 +162,7 @@ class ManagedModel:
 class Visit:
     """Writes and calls of one of transformers' linear layers in a pass."""
 
-    versions: dict[Hashable, int]  # of its states when the pass came to it (`watched._count_writes`)
+    versions: dict[Hashable, int]  # `linear_states.count_writes` when the pass came to the layer
     calls: set[Hashable] = field(default_factory=set)
 
 
@@ -175,7 +175,7 @@ class Progress:
     visits: dict[int, Visit] = field(default_factory=dict)  # in this pass, by layer
 
     def is_repeated(self, layer: int, call: Hashable) -> bool:
-        """Whether this call of a layer has been made in this pass, or was left out: then it belongs to another."""
+        """Whether this pass has made this call of a layer already, or gone past it: the call begins another pass."""
         if layer != self.reached:
             return layer < self.reached
         return layer not in self.visits or call in self.visits[layer].calls
@@ -193,5 +193,5 @@ class Shared:
         self.observer: Observer | None = None
         self.snapshots: Any = None  # `Snapshots`, if any are kept
 
-    def __getstate__(self) -> dict[str, Any]:  # of which a copy is made, which nobody asked to observe
+    def __getstate__(self) -> dict[str, Any]:  # for `copy.deepcopy`: nobody asked to observe the copy
         return vars(self) | {"observer": None}

@@ -8,8 +8,8 @@ from .counters import Counters
 
 
 class Asker:
-    """One layer's queries: what they have decided and read. A layer without keys of its own is no more than that. It
-    asks those of an earlier layer, in the same passes, and so sees the same tokens."""
+    """One layer's queries: what they have decided and read. A layer without keys of its own has this object alone: its
+    queries attend to an earlier layer's keys in the same passes, and so see the same tokens."""
 
     def __init__(self, shared: Shared, index: int, keys_of: int) -> None:
         """Layer `index` attends to keys of layer `keys_of`, its own or another's."""
@@ -33,6 +33,6 @@ class Asker:
         return bool(every) and steps % every == 0 and managed[steps // every % len(managed)] == self.index
 
     def is_observed(self) -> bool:
-        """Whether somebody is told of the query-adaptive call under way, which torch then computes: kernels do not say
-        what they select."""
+        """Whether the query-adaptive call under way is audited or has an observer. If so, torch computes it, as kernels
+        do not return which tokens they select."""
         return self.shared.observer is not None or self.is_audited()

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..kernels.operands import Rows
 
-UNSUMMED_CALLS = 128  # flags of so many calls are summed at once: a sum for each would cost more than its decision
+UNSUMMED_CALLS = 128  # calls whose flags are summed at once: a sum for each would cost more than its decision
 AUDITED = 5  # sums of an audit
 
 
 @dataclass(eq=False)
 class Counters:
-    """Counting never waits for the device. See `CacheStats` for what is not said here."""
+    """Counts of one layer, defined by `CacheStats` if not here. Counting never waits for the device."""
 
     decisions: int = 0
     steps: int = 0
@@ -25,21 +25,21 @@ class Counters:
     streamed_bytes: int = 0
     prompt_pairs: int = 0
     prompt_read_pairs: int | Tensor = 0  # int64 [] once a device counts them
-    # float64 [5], sums over audited decisions of query heads: all; truly long-context; of these, found; called
-    # long-context; missed attention. None before the first.
+    # float64 [5], sums over audited decisions of query heads: all decisions; truly long-context ones; those of the
+    # latter that were flagged; all flagged ones; missed shares of attention. None before the first audit.
     audited: Tensor | None = None
-    audited_bytes: int = 0  # of the bulk, read for audits
+    audited_bytes: int = 0  # bytes of the bulk that audits read
     # Decisions that called the query head local, int64 [kv_heads, group], and those without a long-context head in the
-    # group, int64 [kv_heads]; None before the first. `record` has them up to date.
+    # group, int64 [kv_heads]; None before the first sum. `record` sums what is left, so that it has them up to date.
     local_heads: Tensor | None = None
     local_groups: Tensor | None = None
     _unsummed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    # Of steps that a graph replays (`decode_graph/`), which adds to them: more of `local_heads` and `local_groups`.
+    # `local_heads` and `local_groups` of steps that a graph replays (`decode_graph/`): the graph adds to these tensors.
     _replayed: tuple[Tensor, Tensor] | None = None
 
     def count(self, flags: Tensor, rows: Rows, token_bytes: int) -> None:
-        """Count one call's decisions, bool `[batch, kv_heads, group, queries]`, True for long-context, which nobody may
-        change afterwards. `token_bytes` are those of a token of the bulk, all heads."""
+        """Count one call's decisions `flags`, bool `[batch, kv_heads, group, queries]`, True for long-context. Nobody
+        may write to them afterwards. `token_bytes` are the bytes of a token of the bulk, all heads."""
         self.count_call(rows.decisions, rows.dense_tokens * token_bytes if rows.decisions else 0)
         if not rows.decisions:
             return
@@ -54,7 +54,7 @@ class Counters:
         self.dense_bulk_bytes += dense_bulk_bytes
 
     def count_replays(self, local_heads: Tensor, local_groups: Tensor) -> None:
-        """From now on a graph adds to these, int64 `[kv_heads, group]` and `[kv_heads]`, both zeros."""
+        """Take the tensors that a graph adds to from now on, int64 `[kv_heads, group]` and `[kv_heads]`, both zeros."""
         self._sum()
         self._replayed = local_heads, local_groups
 
@@ -65,7 +65,7 @@ class Counters:
         return [count for count in (*counted, *(self._replayed or ())) if isinstance(count, Tensor)]
 
     def take_flags(self) -> Tensor:
-        """Those of the one call since `count_replays`, which the graph is to sum."""
+        """Return the flags of the only call since `count_replays`, and forget them: the graph is to sum them."""
         ((flags, _),) = self._unsummed
         self._unsummed.clear()
         return flags

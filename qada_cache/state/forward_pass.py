@@ -49,15 +49,15 @@ def describe_rows(
     alike = valid is None and len(set(lengths)) == 1 and len(set(flushed)) == 1
     rows = 1 if alike else len(lengths)
     bulk_lengths = [max(0, count - sinks) for count in flushed[:rows]]
-    stands_for = len(lengths) // rows  # rows of the batch
+    stands_for = len(lengths) // rows  # rows of the batch for each described row
     local, pending = bytearray(), bytearray()
-    bulk_tokens: list[list[int]] = []  # by row and query, as is `decided`
+    bulk_tokens: list[list[int]] = []  # by row and query, as `decided` is
     decided: list[list[bool]] = []
     real = [[True] * queries] * rows if valid is None else valid.tolist()
     for total, row_flushed, is_real in zip(lengths[:rows], flushed[:rows], real, strict=True):
         # A padding query borrows the position of the real one before it: its output is finite and unused.
         new = sum(is_real)
-        newer = [new - count for count in accumulate(is_real)]  # of each query, the row's tokens after it
+        newer = [new - count for count in accumulate(is_real)]  # by query, the number of later tokens of the row
         columns = _mark_columns(total, row_flushed, newer, end=end, sinks=sinks, window=window)
         tokens = [max(0, total - sinks - window - count) for count in newer]
         local += b"".join(columns[0])
@@ -81,7 +81,7 @@ class Seen(int):
     """The number of tokens that a `QAdALayer` gives as its mask's size. It marks the mask as one for our attention,
     which needs no mask of every pair."""
 
-    forward_pass: "ForwardPass | None" = None  # to be told whether the mask hides any of the tokens
+    forward_pass: "ForwardPass | None" = None  # the pass that notes whether the mask hides any of these tokens
 
 
 class Lead(NamedTuple):
@@ -106,9 +106,10 @@ class ForwardPass:
         self.prompt_tokens = 0  # if so, tokens of that prompt and of the cache before it; else 0
         # The rows of a step under capture (`decode_graph/`), all of whose new tokens are real; replays write to them.
         self.given: Rows | None = None
-        self.lead: Lead | None = None  # of this pass, for the layers after the first one
+        self.lead: Lead | None = None  # the first layer's state in this pass, for later layers
         self.mask: weakref.ref[Tensor] | None = None  # the last mask that the model made, while its pass is under way
-        # The number of tokens that `mask` covers, if it hides none of them; else 0. An indexer's picks do not say that.
+        # The number of tokens that `mask` covers, if it hides none of them; else 0. Layers with an indexer need it: the
+        # mask that their attention gets also hides tokens that the indexer did not pick.
         self.shown = 0
         self._rows: tuple[Any, Rows] | None = None
         self._read: Any = WeakTensorKeyDictionary()  # results of `read_padding`, by mask, while the mask lives
@@ -123,8 +124,8 @@ class ForwardPass:
     def read_padding(
         self, padding: Padding, mask: Tensor | None, *, batch: int, seen: int, queries: int, first: bool
     ) -> tuple[Padding, Tensor | None, Tensor | None]:
-        """As `padding.extend`. Every layer of a pass is given the same mask: the first layer reads it for all. It reads
-        even a known one, which may have been written to since the last pass."""
+        """As `padding.extend`. Every layer of a pass is given the same mask, and the first layer reads it for all. The
+        first layer reads a known mask again, as it may have been written to since the last pass."""
         if self.given is not None:
             return padding, None, None
         if mask is None:
@@ -146,7 +147,7 @@ class ForwardPass:
         valid: Tensor | None,
         device: torch.device,  # where the masks go
     ) -> Rows:
-        """The `Rows` of a call, arguments as for `describe_rows`. Layers move in lockstep, so they share it."""
+        """The `Rows` of a call, with arguments as for `describe_rows`. Layers in the same state share them."""
         if self.given is not None:
             return self.given
         # By content, not by identity: a layer whose state differs must get masks of its own.

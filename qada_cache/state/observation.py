@@ -22,12 +22,12 @@ class Observation:
     query: Query
     rows: Rows  # `decided` is False for padding queries, `bulk_tokens` 0 for queries without a bulk
     log_local: Tensor  # `log A_local`
-    log_bulk: Tensor  # `log A_bulk` as heads decided by it, `[batch or 1, kv_heads, group, queries or 1]`
+    log_bulk: Tensor  # the `log A_bulk` that heads decided by, `[batch or 1, kv_heads, group, queries or 1]`
     flags: Tensor  # bool, True for long-context
     read_lse: Tensor  # the log-sum-exp of the scores of all that was read, near and far, sinks learned by a model too
     bulk_lengths: tuple[int, ...]  # tokens of each row's stored bulk
-    # Of every row and KV head, whether queries of it read all of these: those with a flag that are in none of `chosen`.
-    # May be empty where there are none.
+    # `whole[row][kv_head]`: whether queries of this head read all tokens of the bulk. Those queries are flagged, and in
+    # none of `chosen`. May be empty if there are none.
     whole: list[list[bool]]
     chosen: list[Chosen]  # the tokens that other queries read, of the same heads or of others
     find_true_log_bulk: Callable[[], Tensor]  # see `true_log_bulk`
@@ -39,7 +39,7 @@ class Observation:
         return self.find_true_log_bulk()
 
     def close(self) -> None:
-        """The call is over."""
+        """End the call: `true_log_bulk` can no longer be computed."""
         self.find_true_log_bulk = _refuse
 
 

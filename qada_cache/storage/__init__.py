@@ -53,16 +53,18 @@ class TokenStore(NearTokens):
         self.window, self.offloading = window, offloading
         self.dtypes = keys.dtype, values.dtype
         self.decoded = False  # whether `append` put anything into the bulk since the last `absorb`
-        # Of these, the oldest ones: all read by `absorb`, and all by `absorb` or under the same decisions.
+        # Of each row's tokens, the number of oldest ones that were all read by `absorb`; and the number of those read
+        # by `absorb` or under the same decisions.
         self.exact, self.alike = [0] * batch, [0] * batch
         self.record_layout = RecordLayout.from_bits(keys.shape[3], values.shape[3], bulk_bits)
         self.bulk = self._make_bulk(placement, layer)
-        # Of the keys in the bulk, None if not asked for. Frozen moments cover a prefix of it, but for `decoded` tokens.
+        # Moments of the keys in the bulk; None if not asked for. Frozen ones lack the tokens that `append` put there
+        # since the last `absorb`.
         self.moments: RunningMoments | None = None
         self.update_moments = True  # False freezes them in `append`, so that only `absorb` adds to them
         self.selects = False  # whether tokens of the bulk are selected by its sketch
-        self.error_energies: Tensor | None = None  # of latents, see `LatentSketch`
-        self.shared_dim = 0  # if more, so many first channels of the keys are the values, which are not stored
+        self.error_energies: Tensor | None = None  # for latents, see `LatentSketch.take_energies`
+        self.shared_dim = 0  # above 0: that many first channels of a key are its value, which is not stored
 
     def _make_bulk(self, placement: Placement, layer: int) -> Bulk:
         make = Bulk if self.record_layout is None else partial(CodedBulk, layout=self.record_layout)
@@ -79,14 +81,14 @@ class TokenStore(NearTokens):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Another one, if a buffer was replaced, or the sketch came into use: no kernel reads and writes where it did.
-        Tokens that take their places in buffers leave it as it is."""
+        """Numbers that change when a buffer is replaced or the sketch comes into use, as kernels then read and write
+        elsewhere. Tokens written into existing buffers do not change them."""
         bulk, sketch = self.bulk, self.bulk.sketch
         return self.replaced, bulk.replaced, *(() if sketch is None else (sketch.replaced, sketch.in_use))
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None, *, write: bool = True) -> None:
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding. If not
-        `write`, tokens without padding are counted, and whoever asked has them put into their columns."""
+        `write`, tokens without padding are only counted, and the caller has them written into their columns."""
         tokens = keys.shape[2]
         if self.end + tokens > self.capacity:
             groups = self._group_rows(self.lengths, self.flushed)
@@ -140,13 +142,14 @@ class TokenStore(NearTokens):
         self.decoded = self.decoded and any(stored)
         if self.moments is not None:
             for row, (count, tokens) in enumerate(zip(self.moments.count, stored, strict=True)):
-                if count > tokens:  # taken anew rather than subtracted, which leaves errors that no later token heals
+                if count > tokens:  # collected anew: subtracting leaves rounding errors that later tokens never remove
                     self.moments.clear(slice(row, row + 1))
                     self._catch_up([row])
 
     def keep_moments(self, *, track: bool, update: bool, kernels: str = "auto") -> None:
-        """Keep running moments or not, and `update` them or not, as if from the start, by such `kernels` as of
-        `take_in`; ValueError, if the tokens of frozen moments are not known."""
+        """Keep running moments if `track`, and have `append` update them if `update`, as if it had been so from the
+        start. `kernels` is as for `take_in`. ValueError, if they are to be frozen after tokens were decoded: the store
+        does not know which ones."""
         frozen = self.moments is not None and not self.update_moments
         if track and not update and not frozen and self.decoded:
             raise ValueError(
@@ -166,10 +169,10 @@ class TokenStore(NearTokens):
             self._catch_up(range(self.batch))
 
     def keep_sketch(self, bits: float, energies: Tensor | None, *, select: bool, kernels: str = "auto") -> None:
-        """Keep a sketch with these `BulkSketch.energies` and `kernels`, as if from the start, to `select` tokens by, or
-        because the bulk is coded behind it (then its code stays); none for keys of no whole blocks."""
+        """Keep a sketch of `bits` a value with these `BulkSketch.energies` and `kernels`, as if from the start: to
+        `select` tokens by it, or because records need it (then its code stays). Keys of no whole blocks have none."""
         layout, kept = Layout.from_bits(self.near_keys.shape[3], bits), self.bulk.sketch
-        if (coded := self.record_layout is not None) and energies is None:  # those that records lie behind are kept
+        if (coded := self.record_layout is not None) and energies is None:  # not for a sketch kept below
             energies = self.near_keys.new_ones(self.near_keys.shape[1], self.near_keys.shape[3]).float()
         if not self.near_keys.is_cpu and not self.near_values.shape[3]:
             kernels = "torch"  # Triton has no code for tokens without values
@@ -190,7 +193,7 @@ class TokenStore(NearTokens):
             self._lead_sketch(kept)
 
     def _lead_sketch(self, sketch: BulkSketch) -> None:
-        """Have it go by the moments, if these are always of all tokens."""
+        """Have `sketch` follow the running moments, if these always cover all tokens of the bulk."""
         sketch.follow(self.moments if self.update_moments else None, self.shared_dim, self.bulk)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
@@ -207,7 +210,7 @@ class TokenStore(NearTokens):
             rows = self._list_rows()
             self._set_recent(rows, [tuple(part.clone() for part in self._view_recent(row)) for row in rows])
 
-    @torch.inference_mode(False)  # as for select
+    @torch.inference_mode(False)  # as for `select_rows`
     def move(self, device: torch.device) -> None:
         """Serve keys on another device (a loaded cache does not know where its model lives until it is used)."""
         self.near_keys, self.near_values = self.near_keys.to(device), self.near_values.to(device)
@@ -233,14 +236,14 @@ class TokenStore(NearTokens):
             self.bulk.sketch.take_moments(rows)
 
     def lengthen(self, tokens: int, valid: Tensor | None, *, exact: bool) -> None:
-        """Every row has so many more tokens."""
+        """Count the new tokens of every row, those that are `valid`. `exact`: `absorb` reads them."""
         before, new = self.lengths, [tokens] * self.batch if valid is None else valid.sum(dim=-1).tolist()
         self.lengths = list(map(add, before, new))
         for counts in (self.exact, self.alike) if exact else (self.alike,):
             counts[:] = map(_grow, counts, before, self.lengths)
 
     def copy_tokens(self, rows: slice, start: int, stop: int) -> Pair:
-        """Copies of real tokens `start..stop` of rows alike, wherever they lie, on the compute device."""
+        """Copies, on the compute device, of real tokens `start..stop` of rows alike, wherever these are stored."""
         gone = self.flushed[rows.start]
         sinks, recent = slice(start, min(stop, gone, self.sinks)), slice(max(start - gone, 0), max(stop - gone, 0))
         parts = [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks])]
@@ -252,7 +255,7 @@ class TokenStore(NearTokens):
         return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
 
     def _flush(self, rows: slice, recent: Pair, *, exact: bool) -> Pair:
-        """Rows alike keep a window of these recent tokens, which is returned. Older ones go to the sinks until they are
+        """Return the window that rows alike keep of these recent tokens. Older ones go to the sinks until these are
         full, then to the bulk."""
         keys, values = recent
         older, gone = max(keys.shape[2] - self.window, 0), self.flushed[rows.start]
@@ -261,7 +264,7 @@ class TokenStore(NearTokens):
             near[rows, :, gone : gone + missing] = new[:, :, :missing]
         if older > missing:
             flushed = keys[:, :, missing:older], values[:, :, missing:older]
-            # Their columns are written over while they go to the host: records of them go there, if there are any.
+            # Their columns are overwritten while they are copied to the host. With `beside`, only records go there.
             if not exact and self.bulk.offloading and not self.bulk.beside:
                 flushed = flushed[0].clone(), flushed[1].clone()
             self.bulk.append(rows, *flushed)
@@ -273,10 +276,11 @@ class TokenStore(NearTokens):
         self.flushed[rows] = [gone + older] * len(self.flushed[rows])
         if exact and len(self.flushed[rows]) == self.batch:
             return keys[:, :, older:], values[:, :, older:]
-        # Not views: those would keep all of a row's new tokens until the last row is done, or lie where they are put.
+        # Copies: views would keep all of a row's new tokens until the last row is done, or overlap their new columns.
         return keys[:, :, older:].clone(), values[:, :, older:].clone()
 
 
 def _grow(count: int, before: int, now: int) -> int:
-    """A count of a row's oldest tokens, of which there were `before`: it goes on if it was all of them."""
+    """The new value of `count`, a number of a row's oldest tokens, as the row grows from `before` to `now` tokens. It
+    grows too if it counted all of them."""
     return now if count == before else count

@@ -12,8 +12,8 @@ Pair = tuple[Tensor, ...]  # keys and values
 
 
 class NearTokens(Versioned):
-    """Those of a `TokenStore`: sink columns first, then recent tokens, right-aligned, so that the newest ones of all
-    rows share columns."""
+    """Sinks and recent tokens of a `TokenStore`. Sink columns come first, then recent tokens, right-aligned, so that
+    the newest ones of all rows share columns. Rows are alike if their `lengths` and their `flushed` are equal."""
 
     near_keys, near_values = Buffer[Tensor](), Buffer[Tensor]()
 
@@ -23,14 +23,14 @@ class NearTokens(Versioned):
         batch, kv_heads = keys.shape[:2]
         self.sinks, self.capacity = sinks, capacity
         self.end = 0  # recent columns in use
-        self.place: Tensor | None = None  # int64 [1]: the column that a graph being captured has a token go to
+        self.place: Tensor | None = None  # int64 [1]: the column that a graph under capture writes a token to
         self.lengths = [0] * batch  # tokens of each row
-        self.flushed = [0] * batch  # of these, the oldest ones, that are no longer recent
+        self.flushed = [0] * batch  # the number of each row's oldest tokens that are no longer recent
         with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
             # `[batch, kv_heads, columns, dim]` and `value_dim`. Zeros, not empty: masked columns meet a weight of 0,
             # and 0 times garbage could be nan.
             self.near_keys = torch.zeros(batch, kv_heads, columns, keys.shape[3], dtype=keys.dtype, device=keys.device)
-            # Of a dtype of their own: models under autocast may hand out float32 keys beside bfloat16 values.
+            # Values have a dtype of their own: models under autocast may return float32 keys beside bfloat16 values.
             self.near_values = self.near_keys.new_zeros(batch, kv_heads, columns, values.shape[3], dtype=values.dtype)
 
     @property
@@ -40,26 +40,26 @@ class NearTokens(Versioned):
 
     @property
     def newest(self) -> int | Tensor:
-        """The column of the newest token; the place of it, where a graph is being captured."""
+        """The column of the newest token; the tensor `place` instead, while a graph is captured."""
         return self.sinks + self.end - 1 if self.place is None else self.place
 
     @property
     def has_room(self) -> bool:
-        """For one more token of every row, in the buffers that there are."""
+        """Whether the present buffers have room for one more token of every row."""
         return self.end < min(self.capacity, self.near_keys.shape[2] - self.sinks)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` recent tokens."""
         columns = self.near_keys.shape[2]
         if self.sinks + tokens > columns:
-            # A window may be much longer than the texts that are read.
+            # Not `capacity` at once: a window may be much longer than the texts that are read.
             more = self.sinks + min(int(GROWTH * tokens), self.capacity) - columns
             with torch.inference_mode(False):  # as in __init__
                 self.near_keys = functional.pad(self.near_keys, (0, 0, 0, more))
                 self.near_values = functional.pad(self.near_values, (0, 0, 0, more))
 
     def trim(self, tokens: int) -> None:
-        """Have no more room than for `tokens` recent tokens, and for those that there are."""
+        """Cut the buffers to room for `tokens` recent tokens, or for those held if they are more."""
         stop = self.sinks + max(tokens, self.end)
         with torch.inference_mode(False):  # as in __init__
             self.near_keys, self.near_values = (
@@ -78,8 +78,8 @@ class NearTokens(Versioned):
         return [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks]), self._view_recent(rows)]
 
     def view_joined(self) -> list[tuple[Tensor, Tensor]]:
-        """As `view_near`, of all rows, which are alike: one view where sinks and recent tokens lie side by side, and no
-        empty ones."""
+        """As `view_near`, for all rows, which are alike. One view if sinks and recent tokens lie side by side; empty
+        views are left out."""
         held, recent = min(self.flushed[0], self.sinks), self.lengths[0] - self.flushed[0]
         spans = [(0, held), (self.sinks + self.end - recent, recent)]
         if held == self.sinks and recent == self.end:
@@ -99,7 +99,7 @@ class NearTokens(Versioned):
         return self.near_keys[rows, :, start:stop], self.near_values[rows, :, start:stop]
 
     def _extend(self, rows: slice, new: Pair, valid: Tensor | None) -> Pair:
-        """The recent tokens of rows alike and the real ones of `new` behind them; no views of what is held."""
+        """The recent tokens of rows alike, followed by the real ones of `new`; no views of the buffers."""
         real = slice(None) if valid is None else find_real_tokens(valid, rows.start, new[0].device)
         new = tuple(part[rows][:, :, real] for part in new)
         if self.lengths[rows.start] == self.flushed[rows.start]:

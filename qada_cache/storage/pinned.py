@@ -1,10 +1,10 @@
 """Pinned host memory of any size: mappings that are registered with CUDA.
 
-Torch's own comes in powers of two, so up to twice of what is asked for, and the driver brings its pages one by one.
-These are huge pages, brought by all threads before they are pinned.
+Torch rounds the size of pinned memory up to a power of two, so up to twice what is asked for, and the driver maps its
+pages one by one. The mappings here have huge pages, which all threads touch before they are pinned.
 
-Copies and kernels may be under way when memory is let go of. So it stays pinned until more is asked for. Then it is
-used again or freed, after the devices have been waited for.
+Copies and kernels may be under way when a tensor is dropped. So its memory stays pinned until more is asked for. Then
+it is used again or freed, after the devices have been waited for.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ from torch import Tensor
 from . import transfers
 
 FLAGS = 3  # cudaHostRegisterPortable, for every device, and cudaHostRegisterMapped, for kernels to read it in place
-REUSED = 1.5  # memory of at most so many times the size is used again
+REUSED = 1.5  # unused memory is used again for a size if it is at most this many times as large
 _held: dict[int, int] = {}  # bytes of memory in use, by address
-_retired: list[mmap.mmap] = []  # let go of, and pinned still
-_idle: list[mmap.mmap] = []  # of these, what devices have been waited for
+_retired: list[mmap.mmap] = []  # pinned memory whose tensors are gone; devices may still use it
+_idle: list[mmap.mmap] = []  # pinned memory that neither tensors nor devices use
 _choosing = threading.Lock()  # caches in several threads ask for memory
-_devices: set[torch.device] = set()  # that may use any of it
+_devices: set[torch.device] = set()  # those that may use any of this memory
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised, for copies to and from a CUDA device; RuntimeError, if the system has or allows no more."""
+    """An uninitialised tensor in pinned memory, for copies to and from a CUDA device. RuntimeError, if the system has
+    or allows no more."""
     count = math.prod(shape)
     size = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     _devices.add(device)
@@ -38,30 +39,30 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     address = ctypes.addressof(view)
     _held[address] = len(memory)
     weakref.finalize(view, _retire, memory, address).atexit = False
-    return torch.frombuffer(view, dtype=dtype, count=count).view(shape)  # which keeps the view
+    return torch.frombuffer(view, dtype=dtype, count=count).view(shape)  # the tensor keeps `view` alive
 
 
 def serve(device: torch.device) -> None:
-    """Memory that was made for another device is used by this one, too."""
+    """Note that `device` uses memory that was made for another device, so that it is waited for, too."""
     _devices.add(device)
 
 
 def count_bytes(tensor: Tensor) -> int:
-    """Bytes that a whole tensor's memory takes: of what torch pins a power of two (unless it is told otherwise)."""
+    """Bytes of memory behind a whole tensor. If torch pinned it, they are a power of two (torch's default)."""
     if (held := _held.get(tensor.data_ptr())) is not None:
         return held
     return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes and tensor.is_pinned() else tensor.nbytes
 
 
 def _retire(memory: mmap.mmap, address: int) -> None:
-    """Note memory whose last tensor is gone. Any thread may drop it, in the middle of anything: this waits for
-    nothing."""
+    """Note memory whose last tensor is gone. Any thread may drop a tensor at any point, so this waits for nothing."""
     _held.pop(address, None)
     _retired.append(memory)
 
 
 def _take_idle(size: int) -> mmap.mmap | None:
-    """Memory of `size` bytes or somewhat more, pinned already. If there is none, all that was let go of is freed."""
+    """Unused pinned memory of `size` bytes up to `REUSED` times that. If there is none: None, and all unused pinned
+    memory is freed."""
     with _choosing:
         if retired := [_retired.pop() for _ in range(len(_retired))]:
             for device in tuple(_devices):
@@ -73,7 +74,7 @@ def _take_idle(size: int) -> mmap.mmap | None:
             return best
         while _idle:
             memory = _idle.pop()
-            _unregister(_find_address(memory))  # before its pages go, as this reference does
+            _unregister(_find_address(memory))  # before `del` unmaps its pages
             del memory
     return None
 
@@ -82,9 +83,9 @@ def _pin(size: int) -> mmap.mmap:
     memory = transfers.map_memory(size)
     if memory is None:
         raise RuntimeError("the system maps no more memory")
-    if hasattr(mmap, "MADV_DONTFORK"):  # a fork would have pages copied that the device goes on to use
+    if hasattr(mmap, "MADV_DONTFORK"):  # after a fork, a write may move a page that the device goes on to use
         memory.madvise(mmap.MADV_DONTFORK)
-    torch.frombuffer(memory, dtype=torch.uint8).zero_()  # brings the pages
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()  # touches the pages, by all threads
     _register(_find_address(memory), size)
     return memory
 
@@ -106,7 +107,7 @@ def _unregister(address: int) -> None:
 
 
 def _clear_error() -> None:
-    """CUDA keeps an error for the next launch to raise: this one raises it."""
+    """Launch a kernel on each device that raises CUDA's last error: CUDA keeps it for the next launch."""
     for device in tuple(_devices):
         with contextlib.suppress(RuntimeError):
             torch.ones((), dtype=torch.float32, device=device)

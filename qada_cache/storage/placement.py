@@ -23,7 +23,7 @@ def check_budget(budget: int | float | str) -> None:
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(f"device_budget must be {way_out}, got {type(budget).__name__}")
     share = isinstance(budget, float) and 0.0 <= budget <= 1.0
-    count = isinstance(budget, int) and budget >= 0 and budget != 1  # a byte of no use: likely meant as the share
+    count = isinstance(budget, int) and budget >= 0 and budget != 1  # no use of one byte: likely the share 1.0 is meant
     if not (share or count or budget == AUTO):
         raise ValueError(f"device_budget must be {way_out}, got {budget!r}")
 
@@ -33,7 +33,7 @@ def find_free(device: torch.device) -> int:
     backend = torch.get_device_module(device)
     if hasattr(backend, "mem_get_info"):  # accelerate would ask every device, and so take memory on all of them
         free, total = backend.mem_get_info(device)
-        if hasattr(backend, "memory_reserved"):  # by torch, some of it for nothing yet
+        if hasattr(backend, "memory_reserved"):  # torch holds memory that no tensor uses
             free += backend.memory_reserved(device) - backend.memory_allocated(device)
     else:
         free = total = get_max_memory().get(device.type, 0)  # the host's memory
@@ -48,11 +48,11 @@ class Placement:
 
     def __init__(self, budget: int | float | str) -> None:
         self.budget = budget
-        self.bulks: WeakSet[Bulk] = WeakSet()  # which refer to it
+        self.bulks: WeakSet[Bulk] = WeakSet()  # those that refer to this placement
         self._staging: dict[torch.device, Staging] = {}
 
     def __deepcopy__(self, memo: dict) -> "Placement":
-        memo[id(self)] = twin = Placement(self.budget)  # that copies of bulks join
+        memo[id(self)] = twin = Placement(self.budget)  # copies of bulks join it
         return twin
 
     def has_room(self, bulk: "RowTensors", nbytes: int) -> bool:
@@ -63,7 +63,7 @@ class Placement:
         placed = [each for each in others if each.placed]
         if isinstance(self.budget, int):
             return sum(each.nbytes for each in placed) + bulk.placed * bulk.nbytes + nbytes <= self.budget
-        # By what a token takes, which does not change as layers grow one after the other.
+        # Shares of a token's bytes, as these do not change while layers grow one after the other.
         all_layers = sum(each.row_token_bytes for each in others) + bulk.row_token_bytes
         return sum(each.row_token_bytes for each in placed) + bulk.row_token_bytes <= self.budget * all_layers
 
@@ -80,5 +80,5 @@ class Placement:
                 placed = [each for each in self.bulks if each.placed and each.capacity and each.device == device]
                 if not placed:
                     raise
-            # Not in the handler, whose traceback keeps what the last try held.
+            # Outside the handler, whose traceback keeps the tensors of the last try.
             max(placed, key=lambda bulk: bulk.layer).leave_device()

@@ -19,9 +19,9 @@ class Part(NamedTuple):
     rows: slice
     heads: slice
     keys: Tensor  # `[rows, heads, tokens, dim]`
-    values: Tensor  # likewise, of `value_dim`
+    values: Tensor  # `[rows, heads, tokens, value_dim]`
     bulk_read_bytes: int
-    room: int = 0  # tokens of each head behind these in memory, that may be written over for the time being
+    room: int = 0  # tokens: each head has memory for these behind its own, which may be overwritten for now
 
 
 def read_parts(bulk: Bulk, whole: list[list[bool]]) -> Iterator[Part]:
@@ -44,8 +44,8 @@ def read_parts(bulk: Bulk, whole: list[list[bool]]) -> Iterator[Part]:
 
 
 def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]], *, coded: bool = True) -> Iterator[Part]:
-    """Some tokens of heads, int64 `[tokens]` on the device each, in this order. Offloaded, they are put together on the
-    host; the next ones are while these are on their way. `coded` as for `Bulk.decode`."""
+    """Some tokens of each head, int64 `[tokens]` on the device, in this order. Tokens of an offloaded bulk are gathered
+    on the host, the next head's while the last one's are copied. `coded` is as for `Bulk.decode`."""
 
     def start_copies() -> Iterator[tuple[tuple[Head, Tensor], AsyncCopy]]:
         for head, tokens in wanted:
@@ -88,8 +88,8 @@ def read_together(bulk: Bulk) -> Iterator[Part]:
 
 
 def _find_room(keys: Tensor, values: Tensor, span: Span) -> int:
-    """Tokens that lie behind a head's, if these begin where its memory does: what follows a row's tokens is never read,
-    and heads lie one behind the other."""
+    """The number of tokens that memory has room for behind each head's `span`, up to the next head. 0 unless the span
+    begins with the head's first token. Nobody reads what follows a row's tokens there."""
     if span[0]:
         return 0
     return min(part.stride(1) // part.stride(2) - part.shape[2] for part in (keys, values))

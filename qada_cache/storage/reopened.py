@@ -1,4 +1,4 @@
-"""Codes of a closed segment that a crop opens again: they are kept."""
+"""Codes that tokens of a closed segment keep when a crop opens it again."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ class ReopenedSegment:
 
     sketch: Mapping[str, Tensor]  # `CODES`, `[kv_heads, ...]`
     records: Tensor  # uint8 `[kv_heads, tokens, size]`
-    recoded: bool  # whether some of these tokens have been coded twice, and are not to be again
+    recoded: bool  # whether some of these tokens have been coded twice, and must not be coded again
 
     @property
     def tokens(self) -> int:
@@ -45,9 +45,9 @@ class ReopenedSegment:
     def put_sketch(
         self, index: int, keys: Tensor, energies: Tensor | None, layout: Layout, made: Mapping[str, Tensor]
     ) -> bool:
-        """Code the segment number `index` of `keys` `[kv_heads, tokens, dim]`, whole segments and the last one's rest.
-        `made` are a sketch's tensors of all of these segments, `[kv_heads, ...]`, which are written if its tokens fit.
-        Returns whether they do, for which the host waits."""
+        """Code segment `index` of `keys` `[kv_heads, tokens, dim]`, whose last segment has all tokens that remain.
+        `made` are a sketch's tensors of all these segments, `[kv_heads, ...]`. They are written if the segment's tokens
+        fit. Returns whether they do, for which the host waits."""
         start, last = index * SEGMENT_TOKENS, index + 1 == made["units"].shape[1]
         span = slice(start, None if last else start + SEGMENT_TOKENS)
         own = keys[:, span]
@@ -64,19 +64,20 @@ class ReopenedSegment:
         return True
 
     def _fits(self, keys: Tensor, energies: Tensor | None, layout: Layout, made: Mapping[str, Tensor]) -> bool:
-        """Whether the sketch of other tokens, coded as `made` under the fit, adds no more error to the segment's `keys`
-        than as much as the fit left to each of its own."""
+        """Whether other tokens of the segment's `keys`, coded as `made` under the fit, have small errors. The sum of
+        their weighted squares may exceed what the fit expects of these tokens by as much as it expects of all tokens of
+        the segment."""
         weights = find_query_weights(energies, layout.dim, keys.device)
         of_segment = {name: part if name in TOKENS else part.unsqueeze(1) for name, part in made.items()}
         off = (keys[:, self.tokens :].float() - estimate_keys(of_segment, layout)) * weights.unsqueeze(-2)
         order, fit = self.sketch["order"].long(), self.sketch["weights"].float()
         noise = layout.find_errors(keys.device) * (weights.expand_as(fit).gather(-1, order) / fit).square()
-        left = noise.sum(dim=-1) * self.sketch["mean_squares"]  # by the fit, of one token of each head
+        left = noise.sum(dim=-1) * self.sketch["mean_squares"]  # the squared error that the fit expects of a token
         return bool((off.square().sum(dim=(-2, -1)) <= left * (off.shape[1] + keys.shape[1])).all())
 
     def put_records(self, index: int, records: Tensor) -> None:
-        """Put its tokens' records in their place among those of all tokens `[kv_heads, tokens, stride]`, as for
-        `put_sketch`."""
+        """Write its tokens' records to their place in `records` `[kv_heads, tokens, stride]`, which are of the same
+        tokens as the `keys` of `put_sketch`."""
         place = records[:, index * SEGMENT_TOKENS :][:, : self.tokens]
         place[..., : self.records.shape[2]] = self.records[:, : place.shape[1]]
 
@@ -98,8 +99,8 @@ def cut_segments(segments: Iterable[ReopenedSegment], tokens: int) -> tuple[Reop
 def restore_segments(
     records: list[list[dict[str, Any]]], rooms: list[int], sketch: BulkSketch, layout: RecordLayout
 ) -> list[tuple[ReopenedSegment, ...]]:
-    """The inverse of `record`, of each row's segments, in which `rooms[r]` tokens lie in a bulk with this sketch and
-    these records; ValueError, if that cannot be."""
+    """Each row's segments, restored from `records` (`ReopenedSegment.record`) for a bulk with this sketch and layout.
+    Row `r` has `rooms[r]` tokens after its closed segments. ValueError, if its segments do not fit that."""
     found = []
     for row, room in zip(records, rooms, strict=True):
         segments = tuple(_restore(record, sketch, layout) for record in row)

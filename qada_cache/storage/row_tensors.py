@@ -18,37 +18,38 @@ from .versioned import Buffer, Versioned
 logger = logging.getLogger(__name__)
 GRANULE = 256  # tokens; capacities are multiples of it
 GROWTH = 1.25  # a store has room for at most this multiple of its tokens when it moves
-# Likewise where it is offloaded: with its first tokens; and later, when it has room for at least `PINNED_LEAST` times
-# its tokens, and at most for both growths of them.
+# The same for an offloaded store: with its first tokens; and later, when it gets room for at least `PINNED_LEAST` times
+# its tokens, and at most for `PINNED_LEAST * PINNED_GROWTH` times. Its capacities are multiples of `PINNED_GRANULE`.
 PROMPT_GROWTH, PINNED_GROWTH, PINNED_LEAST, PINNED_GRANULE = 1.1, 1.5, 1.2, 64
-# Devices whose steps are replays of a graph, which ends where a buffer is replaced. So all layers grow at the same, few
-# lengths: twice the last one up to so many granules, and then multiples of these, or of 1/32 of the tokens.
+# Devices on which graphs replay steps. A graph ends when a buffer is replaced, so all layers grow at the same few
+# lengths. These double up to `GRANULES` granules; then they are multiples of that, or of about 1/32 of the tokens.
 REPLAYING, GRANULES = ("cuda",), 4
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 
 
 class RowTensors(Versioned):
-    """Those of a `Bulk`, which fills them; offloaded, in pinned host memory."""
+    """The tensors of a `Bulk`, which fills them; in pinned host memory if offloaded."""
 
     # Keys and values `[batch, kv_heads, capacity, dim]` and `value_dim`, or what `CodedBulk` has; what follows a row's
     # tokens is not initialised and never read.
     tensors = Buffer[tuple[Tensor, ...]]()
-    stored: list[int]  # tokens of each row in them
-    lengths: list[int]  # tokens of each row: as many, or those that `CodedBulk` has beside them too
+    stored: list[int]  # tokens of each row in `tensors`
+    lengths: list[int]  # tokens of each row, those included that `CodedBulk` has beside `tensors`
     source: PrivateMap | None  # the memory that copies share, or the file, under `keys` and `values`
     unwritten: list[int]  # leading tokens of each row that still lie in `source`, the same in every copy
     growth = GROWTH
-    expected = 0  # tokens of a row that a prompt will come to, as far as that is known
+    expected = 0  # tokens that a row will have after the prompt under way; 0 if unknown
     layer: int  # its index
-    device: torch.device  # which computes
+    device: torch.device  # the compute device
     placement: Placement  # of the cache
-    offloading: bool  # whether they may lie in host memory that is not the device's
+    offloading: bool  # whether `tensors` may lie in the host's memory instead of the device's
     offloaded: bool  # whether they do, and stay there
 
     def _allocate(
         self, like: Tensor, capacity: int, *, batch: int | None = None, offloaded: bool | None = None
     ) -> Tensor:
-        """Uninitialised, in another place or for other rows than those of now, if that is said."""
+        """An uninitialised tensor `[batch, kv_heads, capacity, dim]` in the dtype of `like`. `batch` (None: `like`'s)
+        and `offloaded` (None: as now) say for how many rows, and whether in host memory."""
         offloaded = self.offloaded if offloaded is None else offloaded
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
@@ -80,15 +81,15 @@ class RowTensors(Versioned):
         return 0.0 if self.device.type in REPLAYING else self.layer * GOLDEN % 1.0
 
     def _find_granule(self, tokens: int) -> int:
-        """Tokens of which a row's capacity is a multiple, if steps are replayed by a graph and it holds `tokens`."""
+        """The number of tokens that a row's capacity is a multiple of, if graphs replay steps and it holds `tokens`."""
         doubled = GRANULE << ((tokens - 1) // GRANULE).bit_length()
         return max(min(doubled, GRANULES * GRANULE), doubled // 32)
 
     def _find_capacity(self, tokens: int, *, offloaded: bool) -> int:
-        """Tokens that a row gets room for, when it moves to hold so many: a power of `growth` that is the layer's own.
+        """Tokens that a row gets room for when it moves to hold `tokens`: about a power of `growth` times `GRANULE`.
+        Without replays layers have other exponents each, so that they do not all move at once.
 
-        Pinning takes long. So a prompt that is read at once has little more than it needs, and what outgrows that has
-        room for long.
+        Pinning takes long. So a prompt that is read at once gets little spare room, and rows that outgrow it get more.
         """
         growth, step, needed = self.growth, GRANULE, tokens
         if offloaded:
@@ -102,8 +103,8 @@ class RowTensors(Versioned):
         return max(math.floor(growth**growths * GRANULE / step) * step, -(-needed // step) * step, GRANULE)
 
     def _is_to_leave(self, rows: int, capacity: int) -> bool:
-        """Whether it is to move to host memory, or to stay there, instead of taking room for so many tokens of so many
-        rows on the device."""
+        """Whether `tensors` stay in host memory, or move there because the budget has no room for `capacity` tokens of
+        `rows` rows on the device."""
         if self.offloaded or not self.offloading or not capacity:
             return self.offloaded
         return not self.placement.has_room(self, rows * capacity * self.row_token_bytes)

@@ -14,16 +14,16 @@ from . import transfers
 if TYPE_CHECKING:
     from .bulk import Bulk
 
-BLOCK_BYTES = 1 << 27  # of keys and values, as the model made them, that are on the device at once
-# To start a copy takes the host as long as the bus takes for so many bytes. A head with less room that is not in use is
-# no copy of its own.
+BLOCK_BYTES = 1 << 27  # bytes of keys and values in the model's dtype, in one block on the device
+# Starting a copy takes the host as long as the bus takes for this many bytes. So a tensor is copied as a whole, and not
+# head by head, if no head has more unused room than that.
 COPY_BYTES = 1 << 19
 Span = tuple[int, int]  # first token, end
 
 
 def cut_blocks(bulk: "Bulk", share: int = 1) -> list[Span]:
-    """The tokens in `tensors` of a bulk whose rows are alike, in blocks of whole segments, each of a `share` of
-    `BLOCK_BYTES` at most."""
+    """The tokens in `tensors` of a bulk whose rows are alike, in blocks of whole segments. A block has at most
+    `BLOCK_BYTES / share` bytes, and at least one segment."""
     stored, (batch, heads) = bulk.stored[0], bulk.tensors[0].shape[:2]
     tokens = BLOCK_BYTES // (share * batch * heads * bulk.token_bytes)
     step = max(1, tokens // SEGMENT_TOKENS) * SEGMENT_TOKENS
@@ -33,18 +33,18 @@ def cut_blocks(bulk: "Bulk", share: int = 1) -> list[Span]:
 class _Copy(NamedTuple):
     """A block on its way."""
 
-    bulk: "weakref.ref[Bulk]"  # a copy that nobody asks for keeps no host memory
+    bulk: "weakref.ref[Bulk]"  # weak, so that a copy that nobody asks for keeps no host memory
     stored: list[int]  # the bulk's: it has another list after each change of what it stores
     span: Span
     slot: int
     tensors: tuple[Tensor, ...]  # `[batch, kv_heads, tokens, *]`, views of the slot's memory
-    event: Any  # of its end
+    event: Any  # recorded after the copy; None if it has ended
 
 
 class Staging:
-    """Two slots on a device, for the bulks of one cache. Copies run on a stream of their own. The device alone waits:
-    a copy for the computation with what lay in its slot, a computation for its copy. So a host that runs ahead takes no
-    more memory."""
+    """Two slots of memory on a device, for the bulks of one cache. Copies run on a stream of their own. The device
+    alone waits: a copy for computation with the last block of its slot, computation for its copy. So a host that runs
+    ahead takes no more memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,12 +53,12 @@ class Staging:
     def _free(self) -> None:
         self._ahead: _Copy | None = None
         self._memory: list[Tensor | None] = [None, None]
-        self._used: list[Any] = [None, None]  # of each slot, the event after the last computation with it
+        self._used: list[Any] = [None, None]  # per slot, the event after the last computation with it
         self._turn = 0
 
     def bring(self, bulk: "Bulk", spans: list[Span]) -> Iterator[tuple[Span, tuple[Tensor, ...]]]:
-        """Spans of `tensors`, all rows and heads, on the device. While one is used the next one is copied; after the
-        last one, the first of the cache's next bulk. Start computation with one before asking for the next."""
+        """Spans of `tensors`, all rows and heads, on the device. While one is used the next one is copied; the first
+        of the cache's next bulk while the last is. Start computation with one before asking for the next."""
         ahead, self._ahead = self._ahead, None
         for index, span in enumerate(spans):
             copy = ahead

@@ -20,17 +20,18 @@ from torch import Tensor
 
 from ..kernels.copying import Copier
 
-# At most so many bytes of copies to the host, or a single copy, are under way: the host waits for older ones. Without a
-# bound, a host that runs ahead of the device would find no layer's memory free again, and a prefill would need it all.
+# The most bytes of copies to the host that are under way, unless a single copy has more: the host waits for older ones.
+# Without a bound, a host that runs ahead of the device would find no layer's memory free again: a prefill would need
+# the memory of all layers.
 IN_FLIGHT_BYTES = 32 * 2**20
-# Bytes of a mapping of its own: malloc would keep a tensor that a layer has outgrown, beside the larger one.
+# Bytes from which a tensor gets a mapping of its own: malloc would keep the memory of one that a layer has outgrown.
 WORTH = 1 << 18
 HOST = torch.device("cpu")
 Name = TypeVar("Name")
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether a device's memory is not the host's."""
+    """Whether a device has memory other than the host's."""
     return device.type != "cpu"
 
 
@@ -39,18 +40,18 @@ def make_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     them (Linux)."""
     size = math.prod(shape) * dtype.itemsize
     if device.type == "cpu" and size >= WORTH and (memory := map_memory(size)) is not None:
-        return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the memory
+        return torch.frombuffer(memory, dtype=dtype).view(shape)  # the tensor keeps `memory` alive
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def map_memory(size: int) -> mmap.mmap | None:
-    """`size` bytes of zeros, in huge pages where the system has them (Linux); None where it has not, or if the process
-    has all the mappings it may have, when malloc has others."""
+    """`size` bytes of zeros, in huge pages if the kernel has them. None on other systems than Linux, or if the process
+    may have no more mappings: malloc may still have memory then."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     with contextlib.suppress(OSError):
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones have small pages
-        with contextlib.suppress(OSError):  # a kernel without huge ones
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
     return None
@@ -58,7 +59,7 @@ def map_memory(size: int) -> mmap.mmap | None:
 
 @functools.cache
 def _find_side_stream(device: torch.device, direction: str) -> Any:
-    """The stream of a device on which copies in one direction ("in", "out") run; None where there is no such thing."""
+    """The stream of a device on which copies in one direction ("in", "out") run; None if it is no CUDA device."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -91,14 +92,14 @@ def fetch(held: tuple[Tensor, ...], device: torch.device, *, after: Any = None) 
     side = _find_side_stream(device, "in")
     if side is not None and after is not None:
         side.wait_event(after)
-    with torch.cuda.stream(side):  # None: as before
+    with torch.cuda.stream(side):  # None: the current stream
         tensors = send_to_device(held, device, non_blocking=True)
     return AsyncCopy(tensors, None if side is None else side.record_event())
 
 
 def make_staging(size: int, device: torch.device) -> Tensor:
-    """uint8 `[size]` on `device`, for `refill`; what computes with it is to `mark` that."""
-    with torch.inference_mode(False), torch.cuda.stream(_find_side_stream(device, "in")):  # None: as before
+    """uint8 `[size]` on `device`, for `refill`. The caller has to `mark` the end of computation with it."""
+    with torch.inference_mode(False), torch.cuda.stream(_find_side_stream(device, "in")):  # None: the current stream
         memory = torch.empty(size, dtype=torch.uint8, device=device)
     if memory.is_cuda:  # else freed memory would be written to while it is still read
         memory.record_stream(torch.cuda.current_stream(device))
@@ -106,25 +107,25 @@ def make_staging(size: int, device: torch.device) -> Tensor:
 
 
 def refill(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, after: Iterable[Any]) -> Any:
-    """Start to copy contiguous host tensors into tensors on `device`, `(target, source)` each, after these events; None
-    among them: nothing is under way. Returns an event for the end, None where copies have ended."""
+    """Start to copy contiguous host tensors into tensors on `device`, `(target, source)` each, after these events (None
+    among them: nothing to wait for). Returns an event for the end of the copies; None if they have ended."""
     side = _find_side_stream(device, "in")
     for event in after:
         if event is not None:
             event.synchronize() if side is None else side.wait_event(event)
-    with torch.cuda.stream(side):  # None: as before
+    with torch.cuda.stream(side):  # None: the current stream
         for target, source in copies:
             target.copy_(source, non_blocking=True)
     return None if side is None else side.record_event()
 
 
 def mark(device: torch.device) -> Any:
-    """An event after what is computed on `device` by now; None where there is no such thing."""
+    """An event after all computation started on `device` so far; None if it is no CUDA device."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def find_reader(device: torch.device) -> Any:
-    """The stream that kernels read host memory on from now on; None where none does."""
+    """The current stream of `device`, on which kernels read host memory; None if it is no CUDA device."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
@@ -136,7 +137,7 @@ def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tu
         used: deque[Any] = deque()
         while first is not None:
             if len(used) > 1:
-                used.popleft().synchronize()  # a host that runs ahead would find no memory free that it has let go of
+                used.popleft().synchronize()  # a host that runs ahead would find memory that it let go of still in use
             upcoming = next(async_copies, None)
             name, tensors = first[0], first[1].wait()
             yield name, tensors
@@ -154,15 +155,15 @@ _booking = threading.Lock()  # caches in several threads send to the host
 
 def send(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, copier: Copier | None = None) -> Any:
     """Start to copy sources on `device` to host tensors: `(target, source)` each, of the same shape, contiguous unless
-    a `copier` that was found for them does so.
+    a `copier` for them is given.
 
-    The sources may be freed at once. Returns an event for the end of the copies. None: they have ended, or on an
-    accelerator other than CUDA will have after `torch.accelerator.synchronize`.
+    The sources may be freed at once. Returns an event for the end of the copies. None: they have ended, or, on an
+    accelerator other than CUDA, end with `torch.accelerator.synchronize`.
     """
     side, sent = _find_side_stream(device, "out"), 0
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):  # None: as before
+    with torch.cuda.stream(side):  # None: the current stream
         if copier is not None:
             copier(pairs, device)
         for target, source in pairs:
@@ -179,8 +180,8 @@ def send(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, copier: C
 
 
 def limit_reads(parts: tuple[Tensor, ...]) -> None:
-    """Bound what has been brought to the device and may still be computed with, as `limit_in_flight` does. A host
-    that ran further ahead would find no memory free."""
+    """Bound the bytes on the device that were copied there and that computation may still read, as `limit_in_flight`
+    does. A host that ran further ahead would find no memory free."""
     device = parts[0].device
     if (event := mark(device)) is not None:
         limit_in_flight(_incoming.setdefault(device, deque()), event, sum(part.nbytes for part in parts))

@@ -1,4 +1,4 @@
-"""Buffers whose replacement is counted: what refers to those of an older version is old."""
+"""Buffers whose replacement is counted: a count that has changed tells that references to buffers are outdated."""
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -6,7 +6,7 @@ T = TypeVar("T")
 
 
 class Versioned:
-    """Whatever has buffers."""
+    """An object that has buffers."""
 
     replaced = 0  # how often one of them was replaced by another
 

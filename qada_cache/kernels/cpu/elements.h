@@ -1,4 +1,4 @@
-// Numbers of a head, its dimensions or tokens, in vectors of floats.
+// Vectors of floats: a head's dimensions, or one number of each of several tokens.
 //
 // The sizes are macros, so that the compiler can keep the sums in registers:
 //
@@ -7,11 +7,11 @@
 //   QUERIES          that share a head's keys, the query heads of a group
 //   BFLOAT16, FLOAT16 or FLOAT32   the type of queries, keys and values; sums are float32
 //
-//   KEY_BITS, VALUE_BITS, RECORD_SIZE   of records and their bytes; 0, and a placeholder, where a bulk has none
+//   KEY_BITS, VALUE_BITS, RECORD_SIZE   bits of a record's codes, and its bytes; 0, and a placeholder, without records
 //
 // So are the constants of a sketch, which Python defines (`CONSTANTS` of __init__.py).
 //
-// Vectors are the compilers' own extension (GCC, Clang), so that hardly anything here is of one processor.
+// Vectors are an extension of the compilers (GCC, Clang), so hardly anything here is for one processor alone.
 
 #pragma once
 
@@ -42,8 +42,8 @@ using Element = _Float16;
 using Element = float;
 #endif
 
-// Where rows and heads of a tensor lie: so many elements apart, 0 where they share what is there, as the tokens of one
-// row's call do, each of which is a row.
+// Rows and heads of a tensor. Strides are in elements; 0 where all rows, or heads, share the same memory. In a call of
+// several tokens of one row, each token is a row, and all share the row's memory.
 template <typename T>
 struct View {
     T* data;
@@ -55,7 +55,7 @@ constexpr int VALUE_STRIDE = VALUES_IN_KEYS ? DIM : VALUE_DIM;  // elements from
 
 using Channel = std::conditional_t<DIM <= 256, uint8_t, int16_t>;  // of codec.py's `choose_order_dtype`
 
-// As wide as the processor's vectors: one float of each of so many tokens.
+// The floats of a processor's vector: one of each of TOKENS tokens.
 #if defined(__AVX512F__)
 constexpr int TOKENS = 16;
 #elif defined(__AVX__)
@@ -67,7 +67,8 @@ typedef float Singles __attribute__((vector_size(4 * TOKENS)));
 typedef int32_t Integers __attribute__((vector_size(4 * TOKENS)));
 typedef uint8_t Octets __attribute__((vector_size(TOKENS)));
 
-// Floats in a vector: as many, or a divisor of both dimensions; pairs of them for bfloat16.
+// Floats in a vector of dimensions: TOKENS, or fewer, so that twice as many divide both dimensions. Two vectors are the
+// least that `unpack` makes of bfloat16.
 constexpr int fitting(int width) {
     return DIM % (2 * width) == 0 && VALUE_DIM % (2 * width) == 0 ? width : fitting(width / 2);
 }
@@ -82,7 +83,7 @@ constexpr int REGISTERS = 24;      // vectors of sums that stay in registers whi
 constexpr int REGISTERS = 12;      // of 16
 #endif
 constexpr float LOG2_E = 1.44269504f;
-constexpr float ROUNDING = 1e-3f;  // of logarithms of sums, at most
+constexpr float ROUNDING = 1e-3f;  // the largest rounding error of logarithms of sums
 constexpr float NEGLIGIBLE = -87;  // the exponential of less is less than float32's smallest normal number
 
 template <typename To>
@@ -94,7 +95,7 @@ inline To loaded(const void* from) {
 inline float from_bits(uint32_t bits) { return loaded<float>(&bits); }
 inline float widen(uint16_t bfloat16) { return from_bits((uint32_t)bfloat16 << 16); }
 inline float widen(float same) { return same; }
-// To the nearest bfloat16, of two to the even one.
+// To the nearest bfloat16, ties to even.
 inline uint16_t narrow(float wide) {
     const uint32_t bits = loaded<uint32_t>(&wide);
     return wide != wide ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -110,8 +111,9 @@ inline Element to_element(float wide) {
 #endif
 }
 
-// Where `unpack` puts dimension `d` of `SIZE`: bfloat16 pairs are split into all even and all odd dimensions, which
-// takes one instruction each and no shuffling. What is computed does not depend on the order, only its ends do.
+// The index at which `unpack` puts dimension `d` of `SIZE`: bfloat16 pairs are split into all even and all odd
+// dimensions, which takes one instruction each and no shuffling. Sums do not depend on that order; only code that reads
+// or writes single dimensions does.
 template <int SIZE>
 constexpr int unpacked_index(int d) {
 #if defined(BFLOAT16)
@@ -122,7 +124,7 @@ constexpr int unpacked_index(int d) {
 }
 
 #if defined(FLOAT16)
-// `N` = WIDTH numbers. GCC does not think of the processor's own instruction for more than one.
+// `N` = WIDTH numbers. By itself, GCC uses the processor's instruction for single numbers only.
 template <int N>
 inline Floats widen(const Element* numbers) {
 #if defined(__F16C__)
@@ -163,7 +165,7 @@ inline void unpack(const Element* row, Floats* out) {
 #endif
 }
 
-// Always inlined: GCC takes a function that does nothing but this for one without effect, and drops calls of it.
+// Always inlined: GCC takes a function that only prefetches for one without effect, and drops calls of it.
 #define INLINED inline __attribute__((always_inline))
 
 template <int SIZE>
@@ -172,7 +174,8 @@ INLINED void prefetch(const Element* row) {
         __builtin_prefetch((const char*)row + byte, 0, TO_L2);
 }
 
-// Dimension `d` of what `unpack` put there. Not by a pointer to floats: compilers may take that for another thing's.
+// Dimension `d` of what `unpack` put there. Not by a pointer to float: compilers may assume that it points to something
+// else.
 template <int SIZE>
 inline float unpack_at(const Floats* parts, int d) {
     return parts[unpacked_index<SIZE>(d) / WIDTH][unpacked_index<SIZE>(d) % WIDTH];

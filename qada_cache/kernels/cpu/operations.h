@@ -1,4 +1,4 @@
-// Operations on vectors that kernels for prompts are made of, a column and a file for each set of instructions:
+// Operations on vectors that kernels for prompts consist of. Each set of instructions has a file, here a column:
 //
 //                     avx512.h (F, BW, DQ)      avx2.h (AVX2, FMA)          neon.h
 //   floats of a vector, LANES       16          8                           4
@@ -7,8 +7,9 @@
 //   LEVELS of codes     127 (VNNI), 63          127 (AVX-VNNI), 63          127
 //   tiles of words      pairs (AMX)
 //
-// Which ones the compiler is told of decides; `prompt.py` tells it. NUMBER is uint16_t for bfloat16, or float. Vectors
-// are the compilers' own extension (GCC, Clang), so that what is not in those files is of no processor.
+// The instructions that the compiler may use select the column; `prompt.py` passes them. NUMBER is uint16_t for
+// bfloat16, or float. Vectors are an extension of the compilers (GCC, Clang), so code outside of those files is the
+// same for all processors.
 
 #pragma once
 
@@ -25,7 +26,8 @@ namespace {
 
 using Number = NUMBER;
 
-// VECTORS of sums for each of 6 queries stay in registers. MULTIPLIES_PAIRS: of bfloat16.
+// VECTORS vectors of sums for each of 6 queries stay in registers. MULTIPLIES_PAIRS: the processor multiplies pairs of
+// bfloat16; MULTIPLIES_TILES: tiles of them, too.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 constexpr int LANES = 16, VECTORS = 4;
 #define COLUMN "avx512.h"
@@ -53,7 +55,8 @@ typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
-// What is packed, and weights: words of one float or, where the processor multiplies them, of a pair of bfloat16.
+// The type of packed numbers and of weights. A word holds one float or, where the processor multiplies pairs, a pair of
+// bfloat16.
 #if defined(MULTIPLIES_PAIRS)
 constexpr int IN_WORD = 4 / sizeof(Number);
 #else
@@ -92,26 +95,27 @@ INLINED Singles to_singles(Integers x) { return __builtin_convertvector(x, Singl
 
 }  // namespace
 
-// Each has:
+// Each of the three files defines:
 //
 //   fused(a, b, c)            `a * b + c`, rounded once
-//   added_pairs(sum, a, b)    `sum`, and products of each word's bfloat16, where there are pairs
-//   larger(a, b)              the larger ones; no number where `b` is none
+//   added_pairs(sum, a, b)    `sum` plus the products of each word's bfloat16, where there are pairs
+//   larger(a, b)              the larger ones; nan where `b` is nan
 //   sum_of(a), largest(a)     of all lanes
 //   to_nearest(a)             as integers
-//   fraction(a)               what `a` is above the next lower whole number; 0 of -inf
-//   scaled(a, n)              `a` times 2 to the power of the next lower whole number of `n`; 0 where that is too low
-//   not_negative(a)           integers, or 0
-//   narrowed(to, a)           stores bfloat16, of two as near the even one, where there are pairs
-//   added_codes<n>(sum, a, b)  `sum`, integers, and products of a query's and keys' codes, the bytes of `n` words each,
-//                             TOGETHER at most; LEVELS at most either way, of a query from 0 on if not QUERY_SIGNED
+//   fraction(a)               `a` minus `a` rounded down; 0 for -inf
+//   scaled(a, n)              `a` times 2 to the power of `n` rounded down; 0 where that power is too small
+//   not_negative(a)           integers; 0 for negative ones
+//   narrowed(to, a)           stores bfloat16, rounded to nearest, ties to even, where there are pairs
+//   added_codes<n>(sum, a, b)  `sum`, integers, plus the products of a query's and keys' codes: the bytes of `n` words
+//                             each, at most TOGETHER words. Codes are -LEVELS to LEVELS; unless QUERY_SIGNED, LEVELS is
+//                             added to a query's
 //   turn(rows, apart, columns, width)  four rows of four words, stored as columns
-//   Marks, at_least(a, b)     marked numbers; bits_of(marks), a bit each; without(a, marks), zeros there
+//   Marks, at_least(a, b)     marks of numbers; bits_of(marks), a bit each; without(a, marks), zeros at marks
 #include COLUMN
 
 namespace {
 
-// `sum`, and the products of the numbers in two vectors of words, of each word together.
+// `sum` plus the products of the numbers in two vectors of words, added up within each word.
 INLINED Singles added(Singles sum, Words left, Words right) {
 #if defined(MULTIPLIES_PAIRS)
     if constexpr (IN_WORD == 2) return added_pairs(sum, left, right);
@@ -119,7 +123,7 @@ INLINED Singles added(Singles sum, Words left, Words right) {
     return fused((Singles)left, (Singles)right, sum);
 }
 
-// Rounded to bfloat16, of two as near to the even one.
+// Stores a vector as bfloat16, rounded to nearest, ties to even.
 INLINED void store_bfloat16(void* to, Singles row) {
 #if defined(MULTIPLIES_PAIRS)
     narrowed(to, row);
@@ -129,13 +133,13 @@ INLINED void store_bfloat16(void* to, Singles row) {
 #endif
 }
 
-// What gives 2 to the power of 0 to 1, exactly 1 for 0, with the least largest error: less than rounding, or 3e-6, as
-// weights are then rounded.
+// Coefficients, highest power first, of polynomials for 2 to the power of 0 to 1. They give exactly 1 for 0, and have
+// the smallest largest error: FINE less than float32's rounding; COARSE 3e-6, as weights are then rounded to bfloat16.
 constexpr float FINE[] = {
     2.161291522e-04f, 1.246784638e-03f, 9.675451574e-03f, 5.548528062e-02f, 2.402293056e-01f, 6.931470444e-01f, 1.0f};
 constexpr float COARSE[] = {1.342668450e-02f, 5.224247385e-02f, 2.412802049e-01f, 6.930448449e-01f, 1.0f};
 
-// 2 to the power of `x`, at most 0; 0 where that is no normal number.
+// 2 to the power of `x`, which is 0 at most. The result is 0 where it would be no normal number.
 INLINED Singles power_of_two(Singles x) {
     const Singles rest = fraction(x);
     const auto evaluate = [&](const auto& coefficients) {
