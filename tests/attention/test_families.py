@@ -95,7 +95,8 @@ def test_config_works_like_model(family: str) -> None:
 
 @pytest.mark.parametrize(("logit", "sparsity"), [(40.0, 1.0), (-1e4, 0.0)])
 def test_a_learned_sink_is_local_attention(logit: float, sparsity: float) -> None:
-    """Of a head that gives it all of its attention, none is missed; of one that gives it none, nothing changes."""
+    """A head that gives the sink all of its attention is local, and misses none; a sink without attention changes
+    nothing."""
     model, ids = tiny("gpt_oss"), prompt(150)[0]
     model.model.layers[1].self_attn.sinks.data.fill_(logit)
     wanted = generate(model, ids, DynamicCache(config=model.config))

@@ -84,7 +84,7 @@ def test_layers_follow_each_other(
 
 
 def test_calls_that_others_compute(taken: list[int]) -> None:
-    """Of rows that differ, or are padded."""
+    """Calls with unlike rows, or with padding, are not computed by the joined attention."""
     pair, inputs = Pair(), Inputs()
     pair.update(*inputs(60))
     valid = torch.ones(2, 30, dtype=torch.bool)

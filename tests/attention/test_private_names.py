@@ -1,4 +1,4 @@
-"""What of transformers is used that is private there: named here, and there in every version tested."""
+"""The private names of transformers and others that the package uses exist in every version tested."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_private_name_that_is_not_listed_is_found(source: str) -> None:
 
 
 def hold(kind: str, tmp_path: Path) -> Any:
-    """What has the names of `PRIVATE[kind]`."""
+    """An object that should have the names of `PRIVATE[kind]`."""
     model: Any = tiny()
     if kind == "model of lm-eval":
         return pytest.importorskip("lm_eval.models.huggingface").HFLM

@@ -29,7 +29,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @torch.no_grad()
 def logits(call: Callable[..., Any], cache: Cache) -> Tensor:
-    """Of every token of `LENGTHS`."""
+    """Logits `[1, tokens, vocabulary]` of calls of `LENGTHS` tokens each."""
     parts = prompt(sum(LENGTHS))[0].split(LENGTHS, dim=1)
     return torch.cat([call(ids, **pass_cache(cache), use_cache=True).logits for ids in parts], dim=1)
 

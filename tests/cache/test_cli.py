@@ -131,7 +131,8 @@ def test_damaged_files_are_one_line(
 
 
 def test_profile_goes_by_moments_of_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of the model's own tokenizer: of a text that it knows, or else one line that says that it does not."""
+    """`qada profile --moments wiki` collects moments by the model's own tokenizer. If this does not know the text's
+    words, or the name is none, one line says so."""
     folder = readable_model(tmp_path).config._name_or_path
     arguments = ["--prompt-tokens", "300", "--new-tokens", "2"]
     assert main(["profile", "--model", folder, *arguments, "--moments", "wiki"]) == 0

@@ -26,7 +26,7 @@ SELECTING: dict[str, Any] = {"threshold": 0.3, "moments": "current"}
 
 
 def told_of(mask: Tensor, tokens: int) -> dict[str, Tensor]:
-    """What a model is told of padding, as `generate` tells it."""
+    """A model's arguments for padding, as `generate` makes them: the mask, and positions of the last `tokens`."""
     return {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -tokens:]}
 
 
@@ -206,7 +206,7 @@ def test_the_compiled_kernel_answers_like_torch(bits: int, options: dict[str, An
 
 @pytest.mark.usefixtures("default_bits")
 def test_none_is_8_where_a_kernel_reads_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sketch in the metric of the queries, on a CPU."""
+    """`bulk_bits` None is 8 on a CPU with query energies, if a kernel selects tokens; otherwise it is 16."""
     model = tiny()
     monkeypatch.setattr(support, "find_energies", lambda *_: None)
     assert QAdACache(model, moments="current").options.bulk_bits == 16

@@ -191,7 +191,7 @@ def test_what_changes_a_cache_between_replays_is_followed(device: str) -> None:
 
 @torch.inference_mode()
 def test_a_capture_that_fails_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that looks at its own numbers no graph can be: said once, and computed as ever."""
+    """A model that reads its numbers on the host cannot be captured: steps are computed without a graph, as before."""
     model = tiny().to(device)
     expected = decode(model, make(model, token_threshold=0.0, cuda_graph=False), 12)
     cache = make(model, token_threshold=0.0, cuda_graph=True)

@@ -45,7 +45,7 @@ def test_families(model_type: str, device: str) -> None:
 
 @torch.no_grad()
 def test_layers_that_differ_in_their_heads(device: str) -> None:
-    """Of each the decisions are counted by itself."""
+    """Replays count decisions for each layer, as calls without a graph do, if layers differ in their KV heads."""
     model, ids = uneven({0: 1, 1: 2, 2: 4}).to(device), prompt(90)[0]
     caches = [make(model, cuda_graph=on, threshold=0.12, group_rule="head") for on in (False, True)]
     computed, replayed = (read(model, cache, ids, 60, *[1] * 30) for cache in caches)

@@ -63,7 +63,7 @@ def test_interrupted_forward(
 
 
 def filled(model: PreTrainedModel, text: Tensor) -> DynamicCache:
-    """What has read `text`."""
+    """A `DynamicCache` that has read `text`."""
     cache = DynamicCache(config=model.config)
     forced(model, text, [text.shape[1]], cache)
     return cache

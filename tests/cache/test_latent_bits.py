@@ -23,7 +23,7 @@ SPLIT = [1400, 1, 30, 1]
 @pytest.mark.parametrize("tokens", [8192, 16_400])
 @pytest.mark.parametrize(("bits", "share"), [(16, 1.05), (8, 0.5), (4, 0.4)])
 def test_bytes_held(bits: int, share: float, tokens: int) -> None:
-    """Of DeepSeek's sizes, which all copies of a bulk are made of."""
+    """A cache of latents of DeepSeek's sizes takes at most this share of their bytes, all its copies together."""
     model = tiny("deepseek_v3", dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, num_hidden_layers=1)
     cache = QAdACache(model, bulk_bits=bits, kernels="torch")
     latents = torch.randn(1, 1, tokens, 576, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -1,4 +1,4 @@
-"""What `qada tune` keeps of a model: taken if it is asked for, by its caches and no others, and named."""
+"""A model's tuned choice, kept by `qada tune`, is taken if it is asked for, by this model's caches alone, and named."""
 
 from __future__ import annotations
 

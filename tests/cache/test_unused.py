@@ -58,7 +58,8 @@ def phi() -> PreTrainedModel:
 def test_a_cache_is_filled_again(
     lengths: tuple[int, ...], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the model's frequencies change, and in the next turn; the cache that `generate` was given is at work."""
+    """A cache is filled again if the model's frequencies change, and in the next turn. `generate` goes on with the
+    cache that it was given."""
     model = phi()
     ids, mask = prompt(*lengths[: 1 if "prompt_lookup_num_tokens" in options else 2])
     cache, theirs = exact(model), DynamicCache(config=model.config)
