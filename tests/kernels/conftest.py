@@ -1,4 +1,4 @@
-"""What tests of several kernels share."""
+"""Fixtures that tests of several kernels share."""
 
 from collections.abc import Iterator
 from typing import Any

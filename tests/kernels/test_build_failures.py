@@ -1,4 +1,4 @@
-"""Where the compiled kernel cannot be built, kept or loaded: torch serves, or every process builds it."""
+"""If the compiled kernel cannot be built, kept or loaded, torch computes, or every process builds it."""
 
 import ctypes
 import functools
@@ -29,7 +29,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def without_kernel(caplog: pytest.LogCaptureFixture) -> str:
-    """What is said when torch has to serve; that it does is checked."""
+    """The warning of a process in which torch computes. Asserts that torch does, and that there is one warning."""
     with caplog.at_level(logging.WARNING):
         for queries in (2, 3):
             query, key, value = tensors(queries, 1100)

@@ -229,7 +229,7 @@ def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
 
 
 def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> None:
-    """What cannot have a thread of its own is built when it is wanted, by whoever wants it."""
+    """If no thread can be started to build a kernel ahead, the first caller that wants the kernel builds it."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

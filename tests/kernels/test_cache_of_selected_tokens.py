@@ -50,8 +50,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def path(kernels: str, device: str | None) -> Iterator[list[bool]]:
-    """By these kernels, with the bulk on the host if there is a `device`; for each step that the fused one computed,
-    whether it was given a sketch."""
+    """Inside, caches use these `kernels`, and the bulk is on the host if there is a `device`. Yields a list that gets,
+    for each step of the fused kernel, whether the step had a sketch."""
     seen, original = [], triton_decode.fused_decode
 
     def spy(query: Query, rows: Rows, layer: Operands) -> Any:

@@ -64,7 +64,7 @@ def test_any_split_equals_float64(dims: tuple[int, int], dtype: torch.dtype, spl
 
 
 def test_keys_alone() -> None:
-    """Of the moments of keys, one mean stands for both; rows beside are left alone."""
+    """Moments of keys alone are updated if both means are the same tensor; other rows are left alone."""
     keys = draw(130, 48, torch.float32, 5.0)
     mean, covariance = torch.zeros(ROWS, HEADS, 48), torch.zeros(ROWS, HEADS, 48, 48)
     parts = [(own, own) for own in keys[1:].split([100, 30], dim=2)]

@@ -62,7 +62,7 @@ Attend = Callable[..., tuple[Tensor, Tensor] | None]
 
 
 def check_errors(attend: Attend, dtype: torch.dtype, dim: int, rank: int) -> None:
-    """What a kernel makes of queries and latents, in all `CALLS`, is as near to float64 as what torch does."""
+    """Assert that a kernel's outputs for queries and latents, in all `CALLS`, are as near to float64 as torch's."""
     mean, most = NEAR[dtype]
     errors: list[tuple[Tensor, Tensor]] = []
     for queries, tokens in CALLS:
@@ -111,7 +111,8 @@ def test_records_are_decoded(dtype: torch.dtype, dim: int, rank: int, bits: int)
 
 
 def check_records(attend: Attend, dtype: torch.dtype, dim: int, rank: int, bits: int, tokens: int = 1300) -> None:
-    """Of bulks that end in the last segment, or before. Torch is given tokens rounded to the model's dtype."""
+    """Assert that a kernel attends to records of latents as torch does to decoded ones, which are rounded to the
+    model's dtype. Bulks end in the last segment, or before it."""
     made = torch.Generator().manual_seed(0)
     keys = 2 * torch.randn(2, 1, tokens, dim, generator=made) + torch.randn(2, 1, 1, dim, generator=made)
     energies, layout = torch.rand(1, dim, generator=made), Layout.from_bits(dim, 1.5)

@@ -1,4 +1,4 @@
-"""What each system says of its processor, and what compilers are told of it."""
+"""Each system's description of its processor is understood, and compilers get the right flags."""
 
 import ctypes
 from pathlib import Path

@@ -95,7 +95,7 @@ def test_as_near_to_float64_as_torch(
 
 
 def test_parts_are_not_rounded() -> None:
-    """What `partial_attention` gives others to merge."""
+    """`partial_attention` does not round outputs of parts, which are still to be merged."""
     query, key, value = tensors(100, 300, 64, 64)
     wanted, wanted_lse = in_float64(query[:, :2], key, value, False)
     out, lse = partial_attention(query[:, :2], key, value, scaling=0.2)

@@ -70,7 +70,7 @@ SIZES_OF_RECORDS = [
 def test_records(
     path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: float, group: int, rung: int, selects: bool
 ) -> None:
-    """Of a row that lies in records, and of a short one."""
+    """Rows in records, long and short, are read as float64 reads them."""
     sizes = {"dim": dim, "value_dim": value_dim, "dtype": dtype, "bits": bits, "group": group, "rung": rung}
     step = run(path, RecordScene(bulk=[(201, 9), (39, 0)], short=(2,), kv_heads=1, **sizes), **{} if selects else ALL)
     assert not selects or 0.05 < step.share < 0.9
@@ -124,7 +124,7 @@ def test_values_in_keys(path: Path, dim: int, value_dim: int, group: int, dtype:
 def test_values_in_keys_of_records(
     path: Path, dim: int, value_dim: int, group: int, dtype: torch.dtype, rung: int, selects: bool
 ) -> None:
-    """Likewise, where the channels are decoded."""
+    """Values that are the first channels of keys are decoded from the keys' records."""
     sizes = {"kv_heads": 1, "group": group, "dim": dim, "value_dim": value_dim, "shared": True}
     bulk = [(193, 5), (0, 1), (63, 0)] + [(331, 70)] * (dim < 576)  # which the interpreter takes seconds for
     scene = RecordScene(bulk=bulk, dtype=dtype, bits=1.5, rung=rung, **sizes)

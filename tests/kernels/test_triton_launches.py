@@ -1,4 +1,4 @@
-"""What a step of Triton's costs the host: launches, and operations of torch's; and memory that steps share."""
+"""The host's work for a step of Triton's kernels, launches and torch's operations, and memory that steps share."""
 
 import gc
 import threading
