@@ -1,4 +1,4 @@
-"""By default a GPU decodes with Triton's kernel if a trial finds no fault: the trial, and its consequences.
+"""A GPU decodes with Triton's kernel by default, if a trial finds no fault: the trial, and its consequences.
 
 The kernel is Triton's under its interpreter, or a stand-in of the reference that is made wrong in one thing.
 """

@@ -224,7 +224,7 @@ def attend_in_chunks(call: list[Tensor], cuts: list[int], threshold: float) -> t
 
 
 def test_chunks_of_blocks_are_read_as_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of whole blocks read the same keys if codes are the same; the last chunk, of any length, has the window."""
+    """Chunks of whole blocks read the same keys by the same codes; the last one, of any length, has the window."""
     monkeypatch.setattr(selected_prompt, "encode", lambda key, _: (key.contiguous(), torch.ones(*key.shape[:2])))
     monkeypatch.setattr(sampled_prompt, "MAX_SHARE", 1)
     call = tensors(517, 4, 2, 64, 48, torch.float32)
