@@ -48,7 +48,7 @@ def gpt_neox() -> PreTrainedModel:
 
 
 def projections(model: PreTrainedModel) -> list[nn.Module]:
-    """What queries of each layer come from, before they are turned."""
+    """Each layer's module whose output are its queries before the rotary embedding."""
     if model.config.model_type == "gpt_neox":
         return [layer.attention.query_key_value for layer in model.gpt_neox.layers]
     return [getattr(layer.self_attn, "q_norm", layer.self_attn.q_proj) for layer in model.model.layers]

@@ -128,7 +128,7 @@ def test_a_conversation_goes_on_between_images(model: PreTrainedModel) -> None:
 
 
 def test_files(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Of beams there is one of each prompt's. Another shape is refused."""
+    """A file keeps the delta of each prompt once, however many beams there were. Another shape is refused."""
     cache = QAdACache(model, **EXACT)
     answer(model, cache, **images(2), num_beams=2)
     cache.save(tmp_path / "cache")

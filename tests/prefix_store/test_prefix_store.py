@@ -84,7 +84,8 @@ SELECTING: dict[str, Any] = {"moments": "current", **SMALL}
 def test_sketches_are_read_and_not_made_again(
     store: PrefixStore, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
-    """Of a text that is read at once, and of one that grows; by caches that code alike."""
+    """Stored sketches are read instead of coded again, of a text that is read at once and of one that grows, by caches
+    with the same coding."""
     model = tiny(max_position_embeddings=4096)
     text, _ = prompt(2900)
     cache = QAdACache(model, **SELECTING)

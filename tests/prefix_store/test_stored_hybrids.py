@@ -139,7 +139,8 @@ def test_passes_without_generate(store: PrefixStore, model_type: str) -> None:
 
 
 def test_llama4_that_reads_images(store: PrefixStore) -> None:
-    """What transformers calls its decoder has a head, which passes that are cut leave out."""
+    """Shortened passes go to the model within `language_model`, which transformers calls the decoder though it has a
+    head."""
     config = families.make_tiny_config(transformers.Llama4Config)
     model = transformers.Llama4ForConditionalGeneration._from_config(config).eval()
     store.cache(model, DOCUMENT, **EXACT)
@@ -203,7 +204,7 @@ def test_no_room(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_states_take_no_room_of_their_tokens(store: PrefixStore, tmp_path: Path, bits: int) -> None:
-    """What is said to be kept is kept, if there is no room for states of all of it."""
+    """All tokens that `keep` reports are kept, even without room for all of their states."""
     model = tiny("gemma3")
     cache = store.cache(model, DOCUMENT, **EXACT, bulk_bits=bits)
     text = generate(model, DOCUMENT, cache, tokens=2).sequences

@@ -132,8 +132,8 @@ class Walk:
         return found
 
     def check(self) -> None:
-        """Tokens that have been coded for good say what they said; others are as they were given. Where turns are not
-        alike, all tokens of a closed segment may have been coded a second time, and no more."""
+        """Assert that tokens of closed segments decode as before, and that others are as they were given. Unless turns
+        are alike, all tokens of a closed segment may have been coded a second time, and no more."""
         for row, length in enumerate(self.bulk.lengths):
             rows, stored = slice(row, row + 1), self.bulk.stored[row]
             known = self.said[row][0].shape[1]

@@ -38,7 +38,7 @@ USES |= {rows: SOME[0], copied_and_saved: SOME[1], used_again: SOME[0]}
 
 
 class DeviceBytes:
-    """What bulks have on the device, as their memory tells: for each placement now, and at most at any time."""
+    """Bytes of bulks' living tensors on the device: for each placement now, and the most at any time."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Placement, ReferenceType]] = []

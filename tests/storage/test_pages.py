@@ -17,7 +17,7 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def mapping(address: int) -> str:
-    """What the system says of the memory at `address`: name and value on each line."""
+    """The system's figures of the memory at `address`, from `/proc/self/smaps`: name and value on each line."""
     inside, said = False, []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         span = line.split()[0]

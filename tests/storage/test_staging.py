@@ -21,7 +21,7 @@ def make(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def bulks() -> list[Bulk]:
-    """Of two layers of one cache. Their memory is taken for the host's, beside a device's."""
+    """The bulks of two layers of one cache, which count as offloaded to the host."""
     placement, found = Placement(0), []
     for layer in (0, 4):
         bulk = Bulk(*make(0, 0), offloading=False, placement=placement, layer=layer)
