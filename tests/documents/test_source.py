@@ -35,7 +35,7 @@ def test_no_function_takes_too_many_parameters() -> None:
 
 
 def test_no_function_name_is_in_more_than_two_modules() -> None:
-    """Of modules' own functions; a method belongs to its class, and a function within another to that one."""
+    """Only functions of modules count; a method belongs to its class, and an inner function to the outer one."""
     files = defaultdict(set)
     for path in sorted(HOUSE.rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -74,7 +74,7 @@ def planted(tmp_path: Path) -> Callable[[Path], Path]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """By another file: this process may have loaded the old one."""
+    """Replace the library by a new file: this process may have loaded the old one."""
     path.unlink()
     path.write_bytes(content)
 

@@ -40,7 +40,7 @@ def flip_the_last_byte(path: Path) -> None:
 
 
 def swap_tensors(path: Path) -> None:
-    """Of one shape."""
+    """Swap two tensors of one shape in a file's header."""
     header, data = split(path)
     first, second = next(
         (one, other) for one in header for other in header

@@ -24,7 +24,7 @@ startup.install()  # for an environment in which the package is not installed
 
 
 def documents(task: str, *, real: range = range(20)) -> list[dict[str, str]]:
-    """Of eight test rows, numbered from 1000; the real examples are drawn from rows of the numbers `real`."""
+    """The task's documents for eight test rows, numbered from 1000. Real examples are drawn from rows `real`."""
     if task == "long_gsm8k":
         return long_few_shot.make_gsm8k_documents([gsm8k_row(number) for number in real], GSM8K_TEST, SQUAD)
     return long_few_shot.make_mbpp_documents([mbpp_row(number) for number in real], MBPP_TEST, SQUAD)

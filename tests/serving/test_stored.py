@@ -90,7 +90,8 @@ def test_owners_of_stored_conversations(model: PreTrainedModel, reads: Reads, tm
 
 
 def test_the_folder_keeps_turns_in_the_users_store(model: PreTrainedModel, reads: Reads) -> None:
-    """By default, where `generate.py` says so; in Python `serving.generate` writes nothing unasked."""
+    """The folder's `generate.py` keeps turns in the user's store by default; in Python `serving.generate` does so only
+    if asked."""
     ids = said(300)
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
     from qada_cache import serving
