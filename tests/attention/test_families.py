@@ -140,7 +140,7 @@ def test_crops_of_a_hybrid_model() -> None:
     ("family", "lengths"), [("llama", (130, 77)), ("gemma3", (90,)), ("qwen3_next", (90,)), ("mistral_sliding", (90,))]
 )
 def test_a_cache_is_reset_whole(family: str, lengths: tuple[int, ...]) -> None:
-    """And may have another batch size then."""
+    """A reset cache has no tokens and no counts, and takes a text of another batch size as a new one does."""
     model = tiny(family)
     cache = exact(model)
     generate(model, prompt(*lengths, seed=4)[0], cache)

@@ -181,7 +181,7 @@ def test_padding_is_not_counted(begun: list[list[Path]]) -> None:
     ids=["torch", "float64", "group of 17", "DynamicCache"],
 )
 def test_no_kernel_will_serve(cache: Any, model: dict[str, Any], begun: list[list[Path]]) -> None:
-    """But that for sketches, from which torch selects."""
+    """No kernel is built ahead if none will serve, except the one for sketches, from which torch selects, too."""
     read(cache, 1300, **model)
     assert {source for sources in begun for source in sources} <= {quantizing.SOURCE}
 

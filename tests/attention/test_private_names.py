@@ -101,7 +101,7 @@ def test_what_is_private_is_there(kind: str, tmp_path: Path) -> None:
 def test_without_one_there_is_the_meant_warning(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And prompts are read, and tokens generated, as ever."""
+    """Without a private name there is the warning about it, and prompts are read and tokens generated as before."""
     model, text = tiny(), prompt(60)[0]
     wanted = generate(model, text, None, tokens=6, prefill_chunk_size=None).sequences
     warn_once.cache_clear()

@@ -38,7 +38,7 @@ def small() -> Iterator[None]:
 
 @pytest.fixture(params=LATENT)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """Whose scores lie far apart."""
+    """A tiny model whose scores lie far apart."""
     return tiny(request.param, initializer_range=0.2)
 
 

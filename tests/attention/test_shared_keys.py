@@ -74,7 +74,7 @@ def model() -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", FEW)
 def test_modes(name: str) -> None:
-    """Those of `generate`, and a cropped text that goes on."""
+    """Modes of `generate`, and a cropped text that goes on, give DynamicCache's tokens and logits."""
     model = build(name)
     for mode, given in MODES.items():
         options = {"tokens": 12, **given}

@@ -38,7 +38,7 @@ def test_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_that_reads_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which is no causal language model by transformers' table."""
+    """`qada moments` serves a model that reads images, which transformers' table has under no causal language model."""
     text = {"model_type": "llama", "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48}
     text |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}

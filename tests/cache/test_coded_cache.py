@@ -187,7 +187,8 @@ def test_bits_that_are_none(given: Any, error: type[Exception]) -> None:
 @pytest.mark.parametrize("options", [SELECTING, DENSE], ids=["selecting", "dense"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_compiled_kernel_answers_like_torch(bits: int, options: dict[str, Any]) -> None:
-    """But for queries of 16 bits, a hundredth of what 8 bits are from 16."""
+    """The compiled kernel's logits differ from torch's by less than 1 % of the difference between few bits and 16: it
+    rounds queries to 16 bits."""
     model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
     found, wanted, exact = (
         filled(model, ids[:, :PROMPT], bulk_bits=how, kernels=kernels, **options)

@@ -17,8 +17,8 @@ from qada_cache import QAdACache
 from qada_cache.decode_graph.lasting import LayerStates
 from qada_cache.versions import pass_cache
 
-# Of states of several kinds, and beside layers without any. Of sliding windows: with masks by kinds of layers, with
-# more inputs, with eager attention, with a head that transformers takes for the decoder.
+# LINEAR: states of several kinds, and layers without any beside them. SLIDING: masks by kinds of layers, more inputs,
+# eager attention, and a model with a head that transformers takes for the decoder.
 LINEAR = ("granitemoehybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5_text")
 SLIDING = ("gemma3", "gemma4", "gpt_oss", "modernbert-decoder")
 

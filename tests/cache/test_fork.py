@@ -59,7 +59,7 @@ def assert_alike(fork: QAdACache, anew: QAdACache, model: PreTrainedModel, ids: 
     assert (ours.audit is None) == (theirs.audit is None)
 
 
-# Where moments come from depends on what the cache had; the rest does not.
+# Only options that ask for moments depend on those that the first cache had, so they alone get all `SOURCES`.
 CASES = [
     (options, source)
     for options, given in OPTIONS.items()

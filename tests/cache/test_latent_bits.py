@@ -60,7 +60,7 @@ def test_records_are_those_of_keys(bits: int) -> None:
 @pytest.mark.parametrize(("bits", "kernels"), [(8, "auto"), (4, "torch")])
 @torch.no_grad()
 def test_attention_is_that_of_float64_over_decoded_latents(bits: int, kernels: str) -> None:
-    """Which are near those that the model made, as the bits allow."""
+    """Attention equals float64 over decoded latents, and these are as near to the model's as the bits allow."""
     model, ids = tiny("deepseek_v3"), prompt(1400)[0]
     cache, plain = QAdACache(model, bulk_bits=bits, kernels=kernels), dynamic(model)
     for each in (cache, plain):

@@ -47,7 +47,7 @@ def same(whole: dict[str, Any], ranks: list[dict[str, Any]], name: str) -> None:
         split = rank[name]
         for figure in whole.keys() - {"device_bytes", "audit"}:
             assert split[figure] == whole[figure], figure
-        # Of what is missed, which is what a share in float32 lacks of 1, rounding is no small part.
+        # The missed mass is 1 minus a float32 share, so rounding is no small part of it.
         assert (split["audit"] or {}) == pytest.approx(whole["audit"] or {}, rel=1e-4, abs=1e-6)
 
 

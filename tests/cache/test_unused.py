@@ -93,7 +93,8 @@ def test_a_turn_across_the_change(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("model_type", ["phimoe", "phi4_multimodal"])
 def test_its_kin(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whose frequencies change behind 100 tokens. Phi 4 gives no text to read again, and so no wrong answer."""
+    """Related models' frequencies change behind 100 tokens, too. Phi 4 gives no text to read again: it raises instead
+    of answering wrongly."""
     model, options = families.build(model_type)[0], {"tokens": 10, "eos_token_id": None}
     for tokens in families.TEXTS:
         cache, ids = exact(model, moments="current"), prompt(tokens)[0]
@@ -154,7 +155,7 @@ def test_a_cache_that_the_model_drops(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_model_that_leaves_it_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """For whatever reason."""
+    """A model that leaves the cache out of its inputs, for whatever reason, gets one warning."""
     model = tiny()
     prepare = type(model).prepare_inputs_for_generation
 

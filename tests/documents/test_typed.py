@@ -30,7 +30,7 @@ def mistaken(model: PreTrainedModel) -> None:
 """
 
 
-# What the package imports is not read: it takes ten times as long, and here it says nothing.
+# Mypy does not read the libraries that the package imports: it would take ten times as long, and add nothing here.
 SETTINGS = """\
 [mypy]
 strict = True

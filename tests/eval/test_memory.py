@@ -15,7 +15,7 @@ from eval.shared.tables import read
 
 
 def hold_here(command: str, part: str, **options: Any) -> dict[str, Any]:
-    """As `run_alone`, without a process."""
+    """Stands in for `run_alone`: measures in this process."""
     assert (command, part) == ("memory", "held")
     told = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with contextlib.redirect_stdout(io.StringIO()) as printed:

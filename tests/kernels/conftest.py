@@ -31,6 +31,6 @@ def short_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def whole_segments(short_rows: None) -> Iterator[None]:
-    """But segments are as in earnest."""
+    """As `short_rows`, with segments of the package's size."""
     with small_sketch(40):
         yield

@@ -79,7 +79,7 @@ def test_what_is_different_is_bound_anew(name: str) -> None:
     assert (used.bound is bound) == (name in STEPS)
 
 
-# Of what a step is told, in each of the ways that a kernel would read something else or elsewhere.
+# By argument of a step: changes after which a kernel would read other numbers, or other memory.
 WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "query": [Tensor.double, lambda t: t[..., :16], lambda t: t[:-1], lambda t: t.repeat(1, 2, 2, 1), on_meta],
     "near_keys": [Tensor.half, lambda t: t[..., :16], lambda t: t[:, :1], on_meta, lambda t: t[:-1]],

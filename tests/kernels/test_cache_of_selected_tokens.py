@@ -68,7 +68,7 @@ def path(kernels: str, device: str | None) -> Iterator[list[bool]]:
 
 
 def decoded(model: PreTrainedModel, cache: QAdACache, folder: Path) -> tuple[Tensor, QAdACache]:
-    """With turns of some tokens in between, and a crop into the bulk."""
+    """Logits of decoded tokens, with turns of some tokens in between, and a crop into the bulk; and the cache."""
     text = prompt(110)[0].to(model.device)
     first = forced(model, text[:, :96], [65, 1, 1, 1, 20, 3, 1], cache)
     cache.crop(-10)

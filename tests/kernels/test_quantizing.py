@@ -72,7 +72,7 @@ def test_equals_float64(dtype: torch.dtype, dim: int, bits: float, tokens: int) 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_shows(bad: float) -> None:
-    """In the segment and head that has it."""
+    """A key that is not finite makes the unit of its own segment and head not finite, and no other."""
     keys, energies = keys_and_energies(1100, 64)
     keys[0, 1, 7, 3] = bad
     made = quantizing.quantize_segments(keys, energies, Layout.from_bits(64, 1.5))

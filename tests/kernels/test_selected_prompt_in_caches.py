@@ -59,7 +59,7 @@ def test_in_a_cache() -> None:
 
 @torch.no_grad()
 def test_under_autocast() -> None:
-    """Which lowers products: those of the estimate are of float32 all the same."""
+    """Autocast, which lowers products to bfloat16, does not change the selection, whose products stay float32."""
     model, ids = tiny(dtype=torch.bfloat16), prompt(900)[0]
     found = []
     for enabled in (False, True):

@@ -17,7 +17,7 @@ from test_triton_coding import HEADS, ROWS, SEGMENT, make_keys
 
 from qada_cache.kernels.triton import decoding
 
-# Of a number that is rounded to the dtype: a sum in another order is rounded to a neighbour now and then.
+# Relative tolerance of numbers rounded to a dtype: a sum in another order is sometimes rounded to a neighbour.
 ROUNDED = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 

@@ -90,7 +90,7 @@ def test_a_layers_whole_step(sketch: str, launches: int, launched: list[Any], mo
     launched.clear()
     launch_time.make_step(decoder, None)()
     assert len(launched) == 2 * launches
-    # Of torch's operations there are none but views; outputs and decisions take memory.
+    # Torch's only operations are views; outputs and decisions take memory.
     assert (operations.computed, operations.allocated) == (0, 2)
     decoder.counted.clear()
     graph, before = launch_time.DecodeGraph(asked=True), decoder.cache.get_seq_length()

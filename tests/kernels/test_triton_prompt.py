@@ -276,7 +276,7 @@ def select(kernels: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[
 
 
 def test_a_layer_reads_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And counts pairs in every mode, also of a cache that is cropped to nothing and reads another prompt."""
+    """A layer reads by the kernel, and counts pairs in every mode, also after a crop to nothing and another prompt."""
     with torch.inference_mode():
         found, layer, call = select("triton", monkeypatch)
     out, pairs = attend(call, 300.0, layer.options.window)

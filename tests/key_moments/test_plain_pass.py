@@ -86,7 +86,7 @@ def by_global_hook_before(model: PreTrainedModel) -> Any:
 
 
 def by_forward(model: PreTrainedModel) -> Any:
-    """Which says that it is transformers' own, as wrappers do."""
+    """Replace a layer's `forward` by one that steers its output, and that `wraps` lets pass for transformers' own."""
     layer = layer_of(model)
     own = layer.forward
 
@@ -224,7 +224,8 @@ class Packed(nn.Linear):
 
 
 def test_functions_that_unpack_weights_are_left(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And moments of such a model are its own alone, as they may be steered."""
+    """Functions that unpack weights stay, with a warning. Moments are kept for no other model, as such functions may
+    steer."""
     model = tiny()
     for layer in model.model.layers:
         layer.mlp.down_proj.__class__ = Packed

@@ -139,7 +139,7 @@ def test_nothing_is_left_after_an_exception() -> None:
 
 
 def test_a_users_own_entry_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it computes is what the model gets."""
+    """A user's own attention function computes while moments are collected, and is in its place afterwards."""
     calls = []
 
     def own(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

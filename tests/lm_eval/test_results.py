@@ -26,7 +26,7 @@ def test_static_heads_come_from_a_file(tmp_path: Path) -> None:
 
 
 def test_results_name_what_qada_tune_kept() -> None:
-    """And every cache of the run goes by it, whatever is kept meanwhile."""
+    """Results name the tuned choice, and every cache of the run uses it, whatever is kept meanwhile."""
     model = needle_lm().model
     path = tuned_choice.keep(model, replace(QAdACache(model).options, token_threshold=8.0), {})
     try:

@@ -104,7 +104,7 @@ def test_a_stored_prompt_goes_on_after_an_image(model: PreTrainedModel, tmp_path
 
 
 def test_key_moments_are_of_their_own_positions(model: PreTrainedModel) -> None:
-    """Which are not those of the last text, of two rows at that."""
+    """Moments are collected at their own positions, not at those of the last text, and leave its deltas in place."""
     told: dict[str, Any] = {"prompt": "random-tokens", "tokens": 700, "progress": False}
     wanted = KeyMoments.collect(model, **told)
     answer(model, None, **images(2))

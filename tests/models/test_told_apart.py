@@ -176,7 +176,7 @@ def test_offloaded_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_adapters_count() -> None:
-    """Those that are active, as peft's layers name them: their weights are there in any case."""
+    """Models differ by their active adapters, as peft's layers name them: weights of all are there in any case."""
     model = tiny()
     plain, layer = identity.sample(model), model.model.layers[0].self_attn.k_proj
     layer.merged_adapters, layer.active_adapters, layer.scaling = [], ["one"], {"one": 2.0}

@@ -25,7 +25,7 @@ DOCUMENT = 2 * FILE_TOKENS + 70
 
 
 def another(store: PrefixStore) -> PrefixStore:
-    """As another process has it."""
+    """A second store of the same folder, as in another process."""
     return PrefixStore(store.folder)
 
 
@@ -159,7 +159,7 @@ def test_the_longest_beginning_counts(store: PrefixStore, model: PreTrainedModel
 
 
 def test_a_turn_writes_what_is_new(store: PrefixStore, model: PreTrainedModel) -> None:
-    """And a common beginning is stored once."""
+    """A turn writes its new tokens alone, and a common beginning of texts is stored once."""
     text, _ = prompt(DOCUMENT)
     cache = QAdACache(model, **EXACT)
     read(model, text, cache)

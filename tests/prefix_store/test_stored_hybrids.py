@@ -28,7 +28,7 @@ def store(store: PrefixStore) -> PrefixStore:
 
 
 def another(store: PrefixStore) -> PrefixStore:
-    """As another process has it."""
+    """A second store of the same folder, as in another process."""
     return PrefixStore(store.folder, snapshot_tokens=64)
 
 
@@ -95,7 +95,8 @@ def test_caches_whose_heads_decide(store: PrefixStore) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "llama"])
 def test_the_next_turn_is_that_of_one_process(store: PrefixStore, family: str) -> None:
-    """Whose decoded tokens, which waited beside the window, are in the bulk that heads decide by and select from."""
+    """A next turn from stored files answers as the cache that wrote them. Decoded tokens, which waited beside the
+    window there, are in the bulk here, by which heads decide and from which they select."""
     model, text = tiny(family, max_position_embeddings=2048), prompt(1100)[0]
     options = {**EXACT, "threshold": 0.999}
     cache = store.cache(model, text, **options)

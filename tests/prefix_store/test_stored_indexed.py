@@ -26,7 +26,7 @@ from qada_cache.prefix_store.naming import FILE_TOKENS
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, Any] = {"threshold": 1.0, **SMALL}
-# By fewer heads of an indexer many tokens score 0, and which of them it picks depends on how they are read.
+# With fewer heads many tokens score 0 in an indexer, and its picks among these depend on how they are read.
 HEADS = 64
 DOCUMENT = FILE_TOKENS + 70
 
@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def another(store: PrefixStore) -> PrefixStore:
-    """As another process has it."""
+    """A second store of the same folder, as in another process."""
     return PrefixStore(store.folder)
 
 

@@ -21,7 +21,7 @@ from qada_cache.serving.conversations import find_conversations
 
 
 def forget(model: PreTrainedModel) -> None:
-    """As a process that ends: nothing is in memory."""
+    """Forget all conversations in memory, as at a process's end."""
     find_conversations(model).forget()
 
 
@@ -150,7 +150,7 @@ def test_models_with_an_indexer(kind: str, tmp_path: Path) -> None:
 def test_an_indexer_whose_mask_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of a compiled model."""
+    """A conversation is not stored if an indexer's mask is unknown, as in a compiled model; a warning says so."""
     monkeypatch.delattr(IndexedLayer, "get_mask_sizes")
     model, ids = make_indexed("DeepseekV32"), said(40)
     assert torch.equal(ours(model, ids, conversations_store=tmp_path), stock(model, ids, None))

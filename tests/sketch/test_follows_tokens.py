@@ -81,7 +81,7 @@ def loaded_and_cropped(scene: LayerScene) -> None:
 
 
 def forked(scene: LayerScene) -> None:
-    """From one that had no sketch, or one without energies."""
+    """Options change, as in a fork: from no sketch to one without energies, then to one with energies."""
     scene.cache._shared.options = replace(scene.cache.options, token_threshold=0.0)
     scene.read_own(0, 1900)
     for energies in (None, ENERGIES):

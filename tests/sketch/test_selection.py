@@ -1,4 +1,4 @@
-"""Which tokens are read, and what stands for the others: beside full attention in float64."""
+"""The selection of tokens, and the substitute for the others, compared with full attention in float64."""
 
 import math
 
@@ -25,7 +25,7 @@ def sketch_of(keys: Tensor, values: Tensor, bits: float = 2) -> Sketch:
 def selected(
     query: Tensor, sketch: Sketch, near: Tensor, token_threshold: float, flags: Tensor | None = None
 ) -> Selection:
-    """For `query` `[group, queries, dim]` and the log mass of what is near `[group, queries]`."""
+    """The selection for `query` `[group, queries, dim]`, given the log mass `[group, queries]` of near tokens."""
     queries = query.shape[1]
     return select_tokens(
         query,

@@ -201,7 +201,7 @@ def test_padding_is_recorded_by_itself(batch: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("token_threshold", [0.0, 1.0])
 def test_offloaded_device_bytes_do_not_grow(token_threshold: float, device: str, copies: Copies) -> None:
-    """But for the sketch."""
+    """Device bytes of an offloaded cache do not grow with its tokens, except for the sketch."""
     sizes = []
     for tokens in (50, 1000):
         cache, pairs = small_cache(offloading=True, token_threshold=token_threshold)

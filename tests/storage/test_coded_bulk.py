@@ -134,7 +134,7 @@ def short(scene: Scene) -> None:
 
 
 def forked(scene: Scene) -> None:
-    """To select tokens, and back: codes stay."""
+    """A fork selects tokens, and a fork of that reads all again; codes stay the same."""
     scene.read_own(0, 1500)
     assert scene.cache.layers[0].store.sketch is None
     fork = scene.cache.fork(criterion="gaussian", moments="current")

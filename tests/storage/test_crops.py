@@ -147,7 +147,7 @@ class Walk:
             self.again[row] = self.again[row].clone()
             self.again[row][:known] += ~same
             assert int(self.again[row].max()) <= (0 if self.alike else 1)
-            # What records say, of the open segment too: the part of it that will be another's is coded for now.
+            # Records decode to the tokens, also in the open segment, whose end is coded until it joins the next one.
             coded = (min(known, stored + SEGMENT, length) if self.alike else min(known, stored)) * (
                 length >= MIN_TOKENS
             )

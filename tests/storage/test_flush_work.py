@@ -50,7 +50,7 @@ def small_segments() -> Iterator[None]:
 
 @pytest.fixture
 def triton_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, once the kernels have been tried there."""
+    """Triton's kernels store and code tokens, as on a GPU after their trials."""
     for module in (coding, copying, correlating):
         monkeypatch.setattr(module, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(copying, "_agrees", lambda _: True)

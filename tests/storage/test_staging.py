@@ -64,7 +64,7 @@ def test_each_layer_is_copied_once(segment: int, most: int, bulks: list[Bulk], m
 
 
 def test_what_changed_since_is_copied_anew(bulks: list[Bulk]) -> None:
-    """After a pass that ended between two layers."""
+    """A bulk that has changed since its copy began is copied again, as after a pass that ended between two layers."""
     bring(bulks[0])
     bulks[1].truncate([TOKENS - 9])
     bulks[1].append(slice(0, 1), *make(9, 7))
