@@ -1,4 +1,4 @@
-"""Our function before what models find in transformers' table: of every implementation, whoever put it there."""
+"""Models find our function in transformers' table in front of every implementation, whoever put that there."""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ def test_all_is_read_as_stored(bits: int) -> None:
 
 
 def test_selected_tokens_are_read_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a cache that holds what records say; each costs its record, in closed segments and the open one."""
+    """Selected tokens are read as by a cache that holds the decoded ones. Each costs its record, in closed segments and
+    in the open one."""
     model, ids = tiny(), prompt(PROMPT + TOKENS)[0]
     cache = filled(model, ids[:, :PROMPT], bulk_bits=8, kernels="torch", **SELECTING)
     wanted, read = uncoded(model, cache, ids[:, :PROMPT], kernels="torch", **SELECTING), [0, 0]

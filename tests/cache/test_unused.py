@@ -133,7 +133,7 @@ def test_the_model_reads_its_last_token_alone() -> None:
 
 
 def test_a_cache_that_the_model_drops(caplog: pytest.LogCaptureFixture) -> None:
-    """One that was built without the model, and the way out."""
+    """A cache that was built without the model, and that the model drops, gives one warning, with the way out."""
     model = phi()
     for _ in range(2):
         cache = QAdACache(config=model.config, threshold=1.0, moments="current")

@@ -28,7 +28,7 @@ FOREIGN = {"--include_path": "lm_eval"}  # options that are named in order to sa
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a document, and whether it stands in a block, where it has to be whole."""
+    """One command of a document, and whether it is in a block of code, where it has to be complete."""
 
     document: str
     line: str

@@ -19,7 +19,8 @@ from qada_cache.said_once import warn_once
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As in a process that has built nothing yet; its cache folder. Kernels are built as quickly as can be."""
+    """The cache folder, in a process that has built nothing yet. Kernels are built without optimization, once for all
+    tests."""
     monkeypatch.setattr(building, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS))
     monkeypatch.setattr(building, "run_command", compile_once)
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))

@@ -21,7 +21,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(tokens: int, dim: int, dtype: torch.dtype, mean: float, device: str = "cpu") -> Tensor:
-    """As models lay tokens out: heads of a token side by side."""
+    """Random tokens `[ROWS, HEADS, tokens, dim]` around `mean`, with a token's heads side by side, as models lay them
+    out."""
     made = torch.Generator().manual_seed(dim)
     return (torch.randn(ROWS, tokens, HEADS, dim, generator=made) + mean).to(dtype).transpose(1, 2).to(device)
 

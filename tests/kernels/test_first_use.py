@@ -29,7 +29,7 @@ def nothing_tried(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, *operators: Attend, device: str = "cpu", workers: int = 1) -> list[int]:
-    """These operators instead of the device's own; how often each has been called."""
+    """Replace the device's operators by these; return the number of calls of each, which grows with calls."""
     calls = [0] * len(operators)
 
     def counted(place: int, attend: Attend) -> Attend:

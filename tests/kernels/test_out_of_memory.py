@@ -38,7 +38,8 @@ void* operator new[](std::size_t size) { return operator new(size); }  // the li
 
 @pytest.fixture(scope="module")
 def header(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all, so that a kernel is built once for any number of threads."""
+    """The header of an allocator that fails, one for all tests, so that a kernel is built once for any number of
+    threads."""
     path = tmp_path_factory.mktemp("allocator") / "allocator.h"
     path.write_text(ALLOCATOR)
     return path

@@ -85,7 +85,7 @@ def count_pairs(tokens: int, shares: list[float], *, sinks: int = 16, window: in
     indirect=["instructions"],
 )
 def test_as_float64_computes_it(tokens: int, dim: int, value_dim: int, sizes: dict[str, int]) -> None:
-    """But for few blocks, where a key lies so near the cut that rounding decides."""
+    """Outputs equal float64's, except in few blocks, where a key is so near the cut that rounding decides."""
     if tokens == 4700 and sizes:
         pytest.skip("once is enough: more than 64 segments, of which centres are scored at once")
     call = tensors(tokens, dim, value_dim)

@@ -107,7 +107,7 @@ def test_large_groups_over_records(path: Path) -> None:
     mark_rest_slow([(72, 64, 9, torch.bfloat16), (40, 24, 5, torch.float32), (576, 512, 16, torch.float16)], 2),
 )
 def test_values_in_keys(path: Path, dim: int, value_dim: int, group: int, dtype: torch.dtype, selects: bool) -> None:
-    """As latents are: one key for all heads, whose first channels are the value."""
+    """Kernels read tokens like latents: one key for all heads, whose first channels are the value."""
     sizes = {"kv_heads": 1, "group": group, "dim": dim, "value_dim": value_dim, "shared": True}
     scene = Scene(bulk=[(257, 5), (39, 9), (63, 0)], dtype=dtype, bits=2 if selects else 0, **sizes)
     asked = scene.token_threshold(0.1) if selects else None

@@ -100,7 +100,7 @@ def find_error(keys: Tensor, made: dict[str, Tensor], energies: Tensor, layout: 
 def test_codes_are_those_of_torch(
     dim: int, bits: float, dtype: torch.dtype, tokens: int, known: bool, device: str
 ) -> None:
-    """But for ties that sums in another order break otherwise."""
+    """Codes equal torch's, except for ties that sums in another order break in another way."""
     keys, energies = make_keys(tokens, dim, dtype, rows=2)
     layout = Layout.from_bits(dim, bits)
     assert layout is not None

@@ -60,7 +60,7 @@ def find_shares(
 
 
 def check_shares(found: Tensor, wanted: Tensor, off: float) -> None:
-    """They are rounded up, and no share is more than `off`."""
+    """Assert that found shares are the wanted ones, within a relative error of `off`, rounded up to whole 256ths."""
     assert 1 < wanted.mean() < 250
     assert (found >= torch.ceil(wanted * (1 - off)).clamp_min(4).int()).all()
     assert (found <= torch.ceil(wanted * (1 + off)).clamp_max(256).int()).all()

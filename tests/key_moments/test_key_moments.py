@@ -35,7 +35,7 @@ def moments(**changes: Any) -> KeyMoments:
 
 
 def listed(*lengths: int) -> KeyMoments:
-    """For a list of lengths: means are the length's place in it."""
+    """Moments for a list of lengths, whose means are each length's index in it."""
     mean = torch.arange(len(lengths)).float()[:, None, None, None].expand(-1, 2, 3, 8).contiguous()
     covariance = torch.eye(8).expand(len(lengths), 2, 3, 8, 8).contiguous()
     return moments(mean=mean, covariance=covariance, lengths=lengths, rotations=())

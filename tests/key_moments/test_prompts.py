@@ -25,7 +25,7 @@ def ids(prompt: str | torch.Tensor, tokenizer: PreTrainedTokenizerFast | None = 
 
 
 def test_article_is_long_enough(english: PreTrainedTokenizerFast) -> None:
-    """For the 1,024 tokens that are read by default, whatever the tokenizer."""
+    """The article has enough words for the 1,024 tokens that are read by default, whatever the tokenizer."""
     assert len(ARTICLE.read_text(encoding="utf-8").split()) > 1024
     assert len(ids("wiki", english, tokens=1024)) == 1024
 

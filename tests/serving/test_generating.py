@@ -56,7 +56,7 @@ def test_a_conversation_is_full_attention_at_a_threshold_of_one(model: PreTraine
 @pytest.mark.parametrize("options", [EXACT, DECIDING], ids=["exact", "deciding"])
 @pytest.mark.parametrize("same", [124, 100, 80], ids=["in the answer", "near", "in the bulk"])
 def test_what_differs_is_read_again(model: PreTrainedModel, reads: Reads, options: dict[str, Any], same: int) -> None:
-    """As if the cache that was carried had been cropped by hand."""
+    """A text that differs is read again from there on, as if the carried cache had been cropped by hand."""
     carried, ids = QAdACache(model, **options), said(120)
     answered = stock(model, ids, carried)
     assert torch.equal(ours(model, ids, options), answered)

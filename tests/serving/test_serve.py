@@ -102,7 +102,7 @@ def running(folder: Path, scratch: Path) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def shown(served: Served) -> Iterator[None]:
-    """Beside a test that fails stands what the server said."""
+    """Print the server's output, which pytest shows beside a failed test."""
     yield
     print(served.text())
 

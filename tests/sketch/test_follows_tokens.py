@@ -27,7 +27,7 @@ class Scene(LayerScene):
         super().__init__(folder, criterion=StaticHeads(torch.ones(1, 4, dtype=torch.bool)))
 
     def check(self) -> None:
-        """Against rows that are coded alone, in one go, from tokens as they were given."""
+        """Assert that rows have the sketch of the same tokens when they are coded alone and at once."""
         known, bulk = self.cache.layers[0].store.sketch, self.cache.layers[0].store.bulk
         kept = known.tensors.to_tensors()
         for row, length in enumerate(bulk.lengths):

@@ -49,7 +49,7 @@ ONE_SIDED = {"dense", "local", "threshold-0", "threshold-1"}
 
 
 def check_compared(pair: Pair) -> None:
-    """Both outcomes occurred, and next to none was left out as too close to call."""
+    """Assert that both outcomes of decisions occurred, and that at most 1 % were too close to compare."""
     tally = pair.tally
     assert tally.local > 5
     assert tally.long_context > 5

@@ -72,8 +72,8 @@ class Scene(LayerScene):
         return tuple(torch.stack(heads) for heads in zip(*found, strict=True))
 
     def check(self, *, again: bool = False) -> None:
-        """Against rows that are coded alone, in one go, from tokens as they were given; those coded `again`, after a
-        crop, under another fit."""
+        """Assert that rows have the records of the same tokens when they are coded alone and at once; with `again`,
+        tokens were coded again after a crop, under another fit."""
         bulk = self.bulk
         for row, length in enumerate(bulk.lengths):
             closed = segment_spans(length)[-1][0] if length >= 1024 else 0
