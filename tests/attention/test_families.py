@@ -80,7 +80,7 @@ def test_turns_and_beams(family: str) -> None:
 
 @pytest.mark.parametrize("family", [family for family in SUPPORTED if family not in LATENT])
 def test_config_works_like_model(family: str) -> None:
-    """And the query-adaptive path runs in every family: some heads local, some not."""
+    """A cache built of a config works like one built of the model. In every family some heads are local, some not."""
     outputs, caches = [], []
     for how in ("model", "config"):
         model = tiny(family)

@@ -227,7 +227,7 @@ def test_layers_of_attention_and_mamba_are_said_to_be_left_alone(family: str, ca
 
 
 def test_a_model_without_attention() -> None:
-    """As with transformers' cache, though how many tokens ours holds is nowhere counted."""
+    """A model without attention answers as with transformers' cache; our cache then counts no tokens."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.35}
     model, ids = MambaForCausalLM(MambaConfig(**sizes)).eval(), prompt(20)[0].clamp(max=63)
     if CACHE not in inspect.signature(model.forward).parameters:

@@ -55,7 +55,7 @@ def test_compiled_model(family: str, options: dict[str, Any]) -> None:
 
 
 def test_one_graph_is_refused_in_words() -> None:
-    """And only for a QAdACache: for any other one our attention does not stop it."""
+    """One graph is refused for a QAdACache alone: our attention does not prevent it for any other cache."""
     model = tiny()
     wanted = logits(model, dynamic(model))
     compiled = torch.compile(model.forward, backend="eager", dynamic=True, fullgraph=True)

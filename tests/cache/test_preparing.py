@@ -64,7 +64,7 @@ def without_tokenizer(folder: Path, family: str = "llama") -> PreTrainedModel:
 
 
 def test_found_in_the_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """For every prompt by name, offline, and the words are the article's."""
+    """The tokenizer is found in the model's folder for every prompt by name, offline, and knows the article's words."""
     model = readable_model(tmp_path / "model")
     forbid(monkeypatch, socket, "getaddrinfo")
     for name in ("wiki", "random-words", "single-word"):

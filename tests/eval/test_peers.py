@@ -128,7 +128,8 @@ class Slow:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_kept_tokens_against_float64(method: str, model: PreTrainedModel, state: Prefilled, ids: Tensor) -> None:
-    """In both layers, at every count; the greatest scores, so each count's tokens are among the next one's."""
+    """Kept tokens are those of the greatest scores in float64, in both layers at every count. So each count's tokens
+    are among the next one's."""
     for layer in range(2):
         slow = Slow(model, ids[:, :TOKENS], layer)
         stored = state.cache.layers[layer]

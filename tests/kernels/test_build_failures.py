@@ -67,7 +67,7 @@ def test_on_another_system(
 
 @needs_compiler
 def test_where_no_path_goes_by_a_descriptor(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS: a copy of the kept library is loaded, built or found."""
+    """If no path leads to a descriptor's file, as on macOS, a copy of the kept library is loaded, built or found."""
     load, loaded = ctypes.CDLL, []
     monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded.append(path) or load(path))
     monkeypatch.setattr(building, "OF_DESCRIPTORS", None)
@@ -120,7 +120,8 @@ def test_a_folder_that_cannot_be_written_to(fresh: Path) -> None:
 def test_a_folder_that_nothing_is_loaded_from(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a disk that is mounted without leave to execute."""
+    """If nothing can be loaded from the folder, as on a disk mounted without leave to execute, every process builds the
+    kernel, and a warning says so."""
     load = ctypes.CDLL
 
     def refuse(path: str) -> ctypes.CDLL:

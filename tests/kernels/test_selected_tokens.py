@@ -187,7 +187,7 @@ def test_from_no_token_to_all(path: Path, kind: type[Scene], token_threshold: fl
 def test_where_records_lie(
     path: Path, dim: int, shared: bool, copied: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a bus or behind it, and at multiples of how many bytes."""
+    """Records are read right on the device and behind a bus, at strides of multiples of several numbers of bytes."""
     monkeypatch.setattr(triton_decode.sizing, "COPIED", copied)
     monkeypatch.setitem(coded.STRIDES, "cpu", step)
     value_dim = dim - 8 if shared else dim

@@ -166,7 +166,7 @@ def test_hooks_hear_nothing() -> None:
 
 
 def test_hooks_that_make_weights_run() -> None:
-    """As torch's weight normalisation, whose weights are computed before each call."""
+    """Hooks that make weights run, as those of torch's weight normalisation, which makes weights before each call."""
     model = tiny()
     with pytest.warns(FutureWarning, match="weight_norm"):
         weight_norm(model.model.layers[0].self_attn.k_proj)
@@ -276,7 +276,8 @@ def frequencies(model: PreTrainedModel) -> dict[str, Any]:
 @pytest.mark.parametrize("tokens", [100, 300, 900])  # within the model's own length, and beyond
 @pytest.mark.parametrize("scheme", ["dynamic", "longrope"])
 def test_frequencies_of_its_own_length(scheme: str, tokens: int) -> None:
-    """After a long text, and after a short one; and the model goes on with those that it had."""
+    """Moments have the frequencies of their own prompt's length, also after a long text or a short one. The model goes
+    on with the frequencies that it had."""
     made = []
     for before in (0, 20, 2000):
         model = tiny(rope_parameters=dict(SCHEMES[scheme]), max_position_embeddings=256)

@@ -88,7 +88,7 @@ def test_records_say_what_float64_reads(sizes: tuple[int, int], bits: tuple[int,
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_token_is_decoded_alone_as_among_others(sizes: tuple[int, int]) -> None:
-    """To the bit: a crop decodes one or several of those that were read together."""
+    """A token is decoded alone as among others, to the bit: a crop decodes some of those that were read together."""
     made = Coded(sizes, (5, 6))
     keys = decode_keys(made.records, made.predicted, made.weights, made.layout)
     values = decode_values(made.records, made.layout)
