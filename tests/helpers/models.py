@@ -98,7 +98,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "gemma3n": ("Gemma3n", _GEMMA3N),
-    # Its layers of full attention have wider heads, and some read another layer's keys.
+    # Its layers of full attention have wider heads, and most layers read another layer's keys.
     "gemma4": ("Gemma4", {**_SHARED, "global_head_dim": 16, "use_double_wide_mlp": True, "initializer_range": 0.2}),
     # The rest is not supported, each for a reason of its own.
     "jetmoe": ("JetMoe", {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),

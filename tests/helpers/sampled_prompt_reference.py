@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 FIRST = 64  # first tokens, all of which count in a query's sum, see `probabilities`
-FEW = 1024  # least number of tokens before a block that a threshold is divided by
+FEW = 1024  # tokens: a share is compared with an even one of at least so many, see `probabilities`
 
 
 def probabilities(
@@ -49,8 +49,8 @@ def sample(probabilities: Tensor, block: int, head: int) -> list[int]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, begin: int, size: int, chosen: dict[int, int], scaling: float
 ) -> Tensor:
-    """A block's outputs `[queries, dim]`. Only `chosen` tokens before it are read. `chosen` has their probabilities in
-    256ths, and each counts 256 / probability times."""
+    """A block's outputs `[queries, value_dim]`, over its own tokens and the `chosen` ones before it. `chosen` has these
+    tokens' probabilities in 256ths, and each counts 256 / probability times."""
     own = torch.arange(begin, min(begin + size, len(query)))
     scores = scaling * query[own].double() @ key.double().T
     lift = torch.full((len(key),), -torch.inf, dtype=torch.float64)
