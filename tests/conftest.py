@@ -48,8 +48,8 @@ def keep_bits(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def bits_as_made() -> Iterator[pytest.MonkeyPatch]:
-    """Without a word of it a bulk is as the model made it: the default depends on whether an earlier test had the
-    model's query energies measured. Processes of their own go by the default."""
+    """A bulk is in the model's dtype unless a test sets `bulk_bits`: the default depends on whether an earlier test had
+    the model's query energies measured. Other processes that tests start use the default."""
     with pytest.MonkeyPatch.context() as patch:
         keep_bits(patch)
         yield patch
@@ -135,8 +135,9 @@ def quick_interpreter() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: searching it for garbage takes a third of a second, each time that a test asks for it.
-    And lm-eval, where a test has imported it, describes no machine: it starts a dozen processes for every result."""
+    """Exempt imported objects from garbage collection: a search of them takes a third of a second, whenever a test
+    collects. If a test has imported lm-eval, keep it from describing the machine: that takes a dozen processes for
+    every result."""
     gc.collect()
     gc.freeze()
     if "lm_eval" in sys.modules:
@@ -162,7 +163,7 @@ def list_kernels(folder: Path) -> set[str]:
 
 @pytest.fixture
 def triton_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where Triton finds, by their sources, the kernels that this run and earlier ones have compiled for GPUs."""
+    """The folder in which Triton keeps, by their sources, kernels that this run and earlier ones compiled for GPUs."""
     return request.config.cache.mkdir("triton") if hasattr(request.config, "cache") else tmp_path
 
 

@@ -13,7 +13,7 @@ from qada_cache.models import attention_table
 
 @pytest.fixture
 def clean_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has built no cache."""
+    """Transformers' tables of attention and masks are those of a process that has built no cache."""
     for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping):
         for name, function in mapping.items():
             monkeypatch.setitem(mapping, name, function)  # what a test registers goes again

@@ -1,4 +1,4 @@
-"""Our function before what models find in transformers' table: of every implementation, whoever put it there."""
+"""Models find our function in transformers' table in front of every implementation, whoever put that there."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_file_with_a_table_of_its_own(attention: str, monkeypatch: pytest.Monk
 
 
 def test_models_that_look_an_entry_up_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As remote code of earlier years does."""
+    """Models that look up their attention in the table themselves, as older remote code does, are served."""
 
     def look_up(self: Any, name: str, default: Callable) -> Callable:
         return self.get(name, default) if name == "eager" else self[name]

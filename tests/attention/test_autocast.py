@@ -24,7 +24,7 @@ def autocast() -> Iterator[None]:
 
 
 def logits(model: PreTrainedModel, cache: QAdACache | DynamicCache) -> Tensor:
-    """Of a prompt, a long turn, a short one, and single tokens."""
+    """Logits of a prompt, a long turn, a short one, and single tokens, `[1, 210, vocabulary]`."""
     return forced(model, prompt(210)[0], SPLIT, cache)
 
 
@@ -48,7 +48,7 @@ def test_threshold_one_is_dynamic_cache(family: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 40])
 def test_attention_over_the_cache_is_float32(tokens: int) -> None:
-    """What our function computes of the same float32 tensors does not hang on the autocast around it."""
+    """Our attention function gives the same float32 outputs of the same float32 tensors, inside autocast or outside."""
     model = tiny()
     made = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, heads, tokens, 8, generator=made) for heads in (4, 2, 2))

@@ -80,7 +80,7 @@ def test_turns_and_beams(family: str) -> None:
 
 @pytest.mark.parametrize("family", [family for family in SUPPORTED if family not in LATENT])
 def test_config_works_like_model(family: str) -> None:
-    """And the query-adaptive path runs in every family: some heads local, some not."""
+    """A cache built of a config works like one built of the model. In every family some heads are local, some not."""
     outputs, caches = [], []
     for how in ("model", "config"):
         model = tiny(family)
@@ -95,7 +95,8 @@ def test_config_works_like_model(family: str) -> None:
 
 @pytest.mark.parametrize(("logit", "sparsity"), [(40.0, 1.0), (-1e4, 0.0)])
 def test_a_learned_sink_is_local_attention(logit: float, sparsity: float) -> None:
-    """Of a head that gives it all of its attention, none is missed; of one that gives it none, nothing changes."""
+    """A head that gives the sink all of its attention is local, and misses none; a sink without attention changes
+    nothing."""
     model, ids = tiny("gpt_oss"), prompt(150)[0]
     model.model.layers[1].self_attn.sinks.data.fill_(logit)
     wanted = generate(model, ids, DynamicCache(config=model.config))
@@ -139,7 +140,7 @@ def test_crops_of_a_hybrid_model() -> None:
     ("family", "lengths"), [("llama", (130, 77)), ("gemma3", (90,)), ("qwen3_next", (90,)), ("mistral_sliding", (90,))]
 )
 def test_a_cache_is_reset_whole(family: str, lengths: tuple[int, ...]) -> None:
-    """And may have another batch size then."""
+    """A reset cache has no tokens and no counts, and takes a text of another batch size as a new one does."""
     model = tiny(family)
     cache = exact(model)
     generate(model, prompt(*lengths, seed=4)[0], cache)

@@ -25,7 +25,7 @@ SPLIT = [120, 5, 22, 1]  # a prompt, a short and a long turn, single tokens
 
 
 def named(attention: str, family: str = "llama", **changes: Any) -> PreTrainedModel:
-    """As if loaded with it, where its library is installed."""
+    """A tiny model as if loaded with this implementation of attention, whose library need not be installed."""
     model = tiny(family, **changes)
     model.config._attn_implementation = attention
     return model

@@ -102,7 +102,7 @@ def test_whole_passes(family: str) -> None:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_stats_count_states(family: str) -> None:
-    """Beside keys and values."""
+    """`stats()` counts the bytes of states of linear layers, beside keys and values."""
     model = model_of(family)
     cache, plain = exact(model), DynamicCache(config=model.config)
     for used in (cache, plain):
@@ -121,7 +121,7 @@ def test_stats_count_states(family: str) -> None:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_inference_mode(family: str) -> None:
-    """Whose tensors do not say how often they were written to."""
+    """A cache works in inference mode, whose tensors do not count the writes to them."""
     model, text = model_of(family), prompt(160)[0]
     with torch.inference_mode():
         got, wanted = (
@@ -134,7 +134,8 @@ def test_inference_mode(family: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize(("family", "layer"), [(family, layer) for family in HYBRIDS for layer in LATER[family]])
 def test_interrupted_pass(family: str, layer: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a layer begins, others having written their states: the next pass says so, and so it does every time."""
+    """If a pass is interrupted before a layer, after others have written their states, every later pass raises until a
+    reset."""
     model, text = model_of(family), prompt(150 + 2 * tokens)[0]
     cache = exact(model)
     forced(model, text[:, :150], [150], cache)
@@ -226,7 +227,7 @@ def test_layers_of_attention_and_mamba_are_said_to_be_left_alone(family: str, ca
 
 
 def test_a_model_without_attention() -> None:
-    """As with transformers' cache, though how many tokens ours holds is nowhere counted."""
+    """A model without attention answers as with transformers' cache; our cache then counts no tokens."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "initializer_range": 0.35}
     model, ids = MambaForCausalLM(MambaConfig(**sizes)).eval(), prompt(20)[0].clamp(max=63)
     if CACHE not in inspect.signature(model.forward).parameters:

@@ -61,7 +61,7 @@ def test_modes_of_generate(mode: dict[str, Any], attention: str) -> None:
 
 @torch.no_grad()
 def test_what_is_picked_is_read_and_nothing_else(model: PreTrainedModel) -> None:
-    """By what the indexers themselves say: bytes are those of picked tokens, and others may be nan."""
+    """Bytes read are those of the tokens that the indexers picked; other tokens may be nan."""
     ids, picked = prompt(200)[0], list[Tensor]()
     cache = exact(model)
     forced(model, ids[:, :198], [150, 1], cache)

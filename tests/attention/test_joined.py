@@ -84,7 +84,7 @@ def test_layers_follow_each_other(
 
 
 def test_calls_that_others_compute(taken: list[int]) -> None:
-    """Of rows that differ, or are padded."""
+    """Calls with unlike rows, or with padding, are not computed by the joined attention."""
     pair, inputs = Pair(), Inputs()
     pair.update(*inputs(60))
     valid = torch.ones(2, 30, dtype=torch.bool)
@@ -96,7 +96,7 @@ def test_calls_that_others_compute(taken: list[int]) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_an_operator_that_groups_is_used_if_it_agrees(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And plainer operations, if it does not."""
+    """An operator that groups heads is used if it agrees with plainer operations; else these are."""
     made = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, tokens, 16, generator=made) for heads, tokens in ((6, 7), (2, 50), (2, 50))

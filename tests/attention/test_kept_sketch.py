@@ -48,7 +48,7 @@ def test_file_keeps_the_sketch(tmp_path: Path) -> None:
 
 
 def test_fork_makes_or_drops_the_sketch() -> None:
-    """As if it had been so from the start."""
+    """A fork that begins or ceases to select tokens answers as a cache that did, or did not, from the start."""
     model = tiny("llama")
     ids = torch.randint(0, model.config.vocab_size, (1, 120), generator=torch.Generator().manual_seed(0))
     sizes = {"sink_tokens": 4, "local_tokens": 20, "moments": "current", "threshold": 0.99}
@@ -72,7 +72,7 @@ def played(calls: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[Tensor], To
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 def test_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
-    """Which is the user's."""
+    """Outputs and sketch do not depend on torch's default dtype, which users may set."""
     inputs = Inputs(3)
     calls = [inputs(tokens) for tokens in (90, 1, 1)]
     expected = played(calls)[0]

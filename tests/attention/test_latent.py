@@ -146,7 +146,7 @@ def test_other_calls_are_bit_identical() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(dtype: torch.dtype) -> None:
-    """As near to float32 as `DynamicCache` is, and under autocast likewise."""
+    """Logits in half precision, and under autocast, are about as near to float32 as with `DynamicCache`."""
     ids = prompt(sum(SPLIT))[0]
     truth = forced(wide := tiny("deepseek_v3", initializer_range=0.1), ids, SPLIT, dynamic(wide))
     model = tiny("deepseek_v3", dtype=dtype, initializer_range=0.1)

@@ -70,7 +70,7 @@ def test_modes(model: PreTrainedModel, mode: str) -> None:
 
 
 def test_heads_that_select_all(model: PreTrainedModel) -> None:
-    """By moments and query energies of the model, which are those of latents."""
+    """Heads that decide by moments of latents and select all tokens read the whole bulk, and answer as DynamicCache."""
     if latent.has_indexers(model.config.get_text_config()):
         pytest.skip("its own indexer selects")
     ids, split = prompt(200)[0], [190, 1, 5, 1]

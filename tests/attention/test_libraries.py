@@ -40,7 +40,7 @@ def begun(ahead: None, monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Path, tuple[str, ...]]]]:
-    """What is loaded, in a process that has loaded nothing."""
+    """The libraries that a test loads, as in a process that has loaded none before."""
     found: list[tuple[Path, tuple[str, ...]]] = []
     load = building._load
     monkeypatch.setattr(building, "_load", lambda *library: found.append(library) or load(*library))
@@ -109,7 +109,7 @@ def test_decoding_waits_for_the_build_that_its_prompt_started(
     ids=str,
 )
 def test_what_is_listed_is_what_is_used(options: dict[str, Any], model: dict[str, Any], loads: list[Any]) -> None:
-    """By a prompt, and by decoding behind it: nothing more, and nothing less."""
+    """A prompt, and decoding behind it, load exactly the libraries that are listed."""
     small = tiny(num_attention_heads=6, hidden_size=48, max_position_embeddings=4096, **model)
     dim = model.get("head_dim", 8)
     cache = QAdACache(small, moments="current", **options)
@@ -181,7 +181,7 @@ def test_padding_is_not_counted(begun: list[list[Path]]) -> None:
     ids=["torch", "float64", "group of 17", "DynamicCache"],
 )
 def test_no_kernel_will_serve(cache: Any, model: dict[str, Any], begun: list[list[Path]]) -> None:
-    """But that for sketches, from which torch selects."""
+    """No kernel is built ahead if none will serve, except the one for sketches, from which torch selects, too."""
     read(cache, 1300, **model)
     assert {source for sources in begun for source in sources} <= {quantizing.SOURCE}
 

@@ -136,7 +136,7 @@ def test_other_masks_within_a_call(tokens: int, own: str) -> None:
 @pytest.mark.parametrize("tokens", [6, 30])
 @pytest.mark.parametrize("padding_sees", ["what came before it", "nothing", "all"])
 def test_padding_within_a_call_with_a_mask(padding_sees: str, tokens: int) -> None:
-    """What nobody sees is not stored; what its query sees, or how tokens beside it are arranged, plays no part."""
+    """A token that no query sees is not stored, whatever its own query sees, and however other tokens are masked."""
     model, ids = tiny(), prompt(PROMPT + tokens + 1)[0]
     for own in (tree(tokens)[0], torch.ones(tokens, tokens, dtype=torch.bool).tril()):
         own = own.clone()

@@ -1,4 +1,4 @@
-"""What an observer is told, against float64: masses, decisions and reads; and that to observe changes nothing."""
+"""Observations are compared with float64: masses, decisions and reads. An observer changes nothing."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -118,7 +118,7 @@ def test_reads_account_for_what_was_read(
 
 
 def tokens_read(seen: Observation, row: int, head: int, place: int) -> set[int]:
-    """Of the stored bulk, by one query of one query head."""
+    """The tokens of the stored bulk that one query of one query head read."""
     for one in seen.chosen:
         if (one.row, one.head) == (row, head // 2) and place in (queries := one.queries.tolist()):
             return set(one.tokens[one.seen[queries.index(place)]].tolist())

@@ -162,7 +162,7 @@ def test_a_decoder_in_a_model_that_reads_images() -> None:
 
 
 def test_models_without_attention(caplog: pytest.LogCaptureFixture) -> None:
-    """Whose configs do not say how many heads there are."""
+    """A cache serves models without attention, whose configs have no number of heads."""
     config = MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8)
     model = MambaForCausalLM._from_config(config).eval()
     cache = QAdACache(model)

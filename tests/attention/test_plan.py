@@ -1,4 +1,4 @@
-"""What a step is computed from is found once, and anew when storage has another version."""
+"""A plan, from which steps are computed, is made once, and anew when storage has another version."""
 
 import copy
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def vars_of(kind: type) -> dict[str, Any]:
 
 @torch.inference_mode()
 def test_plans_are_kept_from_token_to_token() -> None:
-    """By one layer, not by its copy; options begin anew."""
+    """A layer keeps its plan; its copy, and a fork with other options, begin without one."""
     model, cache, ids = fill()
     layer = cache.layers[0]
     kept = layer.plan

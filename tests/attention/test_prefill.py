@@ -1,6 +1,6 @@
-"""What a prefill holds on the device besides the model's own keys and values.
+"""The device memory that a prefill takes besides the model's own keys and values.
 
-Counted on the CPU by the tensors alive; the tests marked `gpu` ask the allocator.
+On the CPU living tensors are counted; tests marked `gpu` ask the allocator.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Live(TorchDispatchMode):
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Where the bulk's storage lies."""
+    """Addresses of the bulk's storages, which count as the host's. Blocks of prompts and of reads are 64 tokens."""
     seen: set[int] = set()
     allocate = Bulk._allocate
 

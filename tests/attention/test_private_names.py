@@ -1,4 +1,4 @@
-"""What of transformers is used that is private there: named here, and there in every version tested."""
+"""The private names of transformers and others that the package uses exist in every version tested."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_private_name_that_is_not_listed_is_found(source: str) -> None:
 
 
 def hold(kind: str, tmp_path: Path) -> Any:
-    """What has the names of `PRIVATE[kind]`."""
+    """An object that should have the names of `PRIVATE[kind]`."""
     model: Any = tiny()
     if kind == "model of lm-eval":
         return pytest.importorskip("lm_eval.models.huggingface").HFLM
@@ -101,7 +101,7 @@ def test_what_is_private_is_there(kind: str, tmp_path: Path) -> None:
 def test_without_one_there_is_the_meant_warning(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And prompts are read, and tokens generated, as ever."""
+    """Without a private name there is the warning about it, and prompts are read and tokens generated as before."""
     model, text = tiny(), prompt(60)[0]
     wanted = generate(model, text, None, tokens=6, prefill_chunk_size=None).sequences
     warn_once.cache_clear()

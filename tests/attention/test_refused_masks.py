@@ -45,7 +45,7 @@ def wrong_masks() -> dict[str, tuple[int, Tensor, str]]:
 
 @pytest.mark.parametrize("wrong", wrong_masks())
 def test_masks_that_are_refused(wrong: str) -> None:
-    """In words, before anything is stored."""
+    """A mask that cannot be served raises an error that names the reason, before anything is stored."""
     before, mask, message = wrong_masks()[wrong]
     model, ids = tiny(), prompt(PROMPT + 5)[0]
     cache = exact(model)

@@ -38,7 +38,7 @@ def small() -> Iterator[None]:
 
 @pytest.fixture(params=LATENT)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """Whose scores lie far apart."""
+    """A tiny model whose scores lie far apart."""
     return tiny(request.param, initializer_range=0.2)
 
 
@@ -83,7 +83,7 @@ def test_few_bits_of_all_tokens(model: PreTrainedModel, bits: int, off: float) -
 
 @BITS
 def test_few_tokens_say_nearly_the_same(model: PreTrainedModel, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read of latents is counted once; kernels and torch agree, wherever the bulk lies."""
+    """Kernels and torch agree on outputs, wherever the bulk lies, and bytes of latents that are read count once."""
     if bits == 8:
         monkeypatch.setattr(cpu, "MIN_TOKENS", 64)  # for which the compiled kernel is built
     ids = prompt(390)[0]

@@ -74,7 +74,7 @@ def model() -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", FEW)
 def test_modes(name: str) -> None:
-    """Those of `generate`, and a cropped text that goes on."""
+    """Modes of `generate`, and a cropped text that goes on, give DynamicCache's tokens and logits."""
     model = build(name)
     for mode, given in MODES.items():
         options = {"tokens": 12, **given}
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_layers_with_keys_of_their_own(name: str) -> None:
 
 
 def test_readers_decide_for_themselves(model: PreTrainedModel) -> None:
-    """By their own row of a table of heads, and by their own queries under the default criterion."""
+    """Layers that read another layer's keys decide by their own row of a table of heads, or by their own queries."""
     ids = prompt(150)[0]
     table = torch.ones(35, 8, dtype=torch.bool)
     table[[14, 24]] = False

@@ -30,7 +30,7 @@ def capped(scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_partial_attention(kernels: str, causal: bool) -> None:
-    """In blocks of queries and of keys."""
+    """Partial attention with a soft cap equals float64, in blocks of queries and of keys."""
     made = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, 600, 16, generator=made) for _ in range(3))
     scores = capped(query.double() @ key.double().mT * 2.0)
@@ -90,7 +90,7 @@ def test_selection() -> None:
 
 
 def test_the_cap_counts() -> None:
-    """Or what else is tested of a Gemma 2 here would say nothing of it."""
+    """The soft cap changes a Gemma 2's logits here, so that other tests of it can fail."""
     model, other = tiny("gemma2"), tiny("gemma2", attn_logit_softcapping=None)
     ids = prompt(150)[0]
     with_cap, without = (generate(each, ids, DynamicCache(config=each.config)) for each in (model, other))

@@ -116,7 +116,7 @@ def test_what_differs_takes_the_long_way(change: Callable[..., None], followed: 
 def test_a_layer_that_is_told_something_else(
     told: dict[str, Any], followed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its module alone, and only now: it is refused, or computed as it asks."""
+    """One module's call with another argument than before is refused, or computed as it asks."""
     model, cache, ids = make()
     module, attend = model.model.layers[1].self_attn, call.attend
 

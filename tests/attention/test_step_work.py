@@ -114,7 +114,8 @@ def launches(model: PreTrainedModel, tokens: int, **options: Any) -> Counter[str
 def test_launches_do_not_grow_with_the_context(
     options: dict[str, Any], offloaded: bool, operators: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What computes on a GPU without Triton: with torch's fused operators, and without any."""
+    """Torch's path, which a GPU without Triton takes, launches as many operators after a longer context: with torch's
+    fused operators, and without any."""
     monkeypatch.setenv("QADA_KERNELS", "torch")
     if not operators:
         monkeypatch.setattr(kernels, "OPERATORS", {})
@@ -237,7 +238,7 @@ def reordered(cache: QAdACache, model: PreTrainedModel) -> QAdACache:
 @pytest.mark.parametrize("act", [None, reordered, stored_and_loaded, lambda cache, _: copy.deepcopy(cache)])
 @torch.inference_mode()
 def test_masks_are_read_once_for_all_layers(act: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What more tokens cost in a padded batch does not depend on the number of layers, and calls do not grow at all."""
+    """In a padded batch more tokens cost the same for one layer as for five, and as many calls as fewer tokens."""
     monkeypatch.setenv("QADA_KERNELS", "torch")
     monkeypatch.setattr(private_map, "WORTH", 0)  # a file that is mapped is looked at in every pass, once
     grown = []

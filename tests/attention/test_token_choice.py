@@ -159,7 +159,7 @@ def test_what_is_not_chosen_is_not_read() -> None:
 
 @pytest.mark.parametrize("offloading", [False, True])
 def test_what_is_too_rough_is_read_whole(offloading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a KV head for those of the call's queries that find its sketch too rough; for others it chooses as before."""
+    """A KV head reads its whole bulk for a query that finds its sketch too rough; for other queries it selects."""
     for tokens in (1, 5):
         outputs, sketch_read_bytes = [], []
         with accelerator() if offloading else nullcontext():

@@ -29,7 +29,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @torch.no_grad()
 def logits(call: Callable[..., Any], cache: Cache) -> Tensor:
-    """Of every token of `LENGTHS`."""
+    """Logits `[1, tokens, vocabulary]` of calls of `LENGTHS` tokens each."""
     parts = prompt(sum(LENGTHS))[0].split(LENGTHS, dim=1)
     return torch.cat([call(ids, **pass_cache(cache), use_cache=True).logits for ids in parts], dim=1)
 
@@ -55,7 +55,7 @@ def test_compiled_model(family: str, options: dict[str, Any]) -> None:
 
 
 def test_one_graph_is_refused_in_words() -> None:
-    """And only for a QAdACache: for any other one our attention does not stop it."""
+    """One graph is refused for a QAdACache alone: our attention does not prevent it for any other cache."""
     model = tiny()
     wanted = logits(model, dynamic(model))
     compiled = torch.compile(model.forward, backend="eager", dynamic=True, fullgraph=True)

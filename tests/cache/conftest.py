@@ -1,4 +1,4 @@
-"""Where graphs are captured: on a CPU the recorder stands in for them."""
+"""Devices on which graphs are captured: on a CPU the recorder stands in for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_latent_parallel.py has one process do with models of latent attention, and two with ones that are split."""
+"""Uses of models of latent attention, for test_latent_parallel.py: by one process, and by two that share a model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_exactly(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def decide(model: PreTrainedModel, moments: KeyMoments) -> dict[str, Any]:
-    """Likewise where heads decide, and where they select, too."""
+    """Results by name, as of `read_exactly`, of caches whose heads decide, or decide and select tokens."""
     by_heads = torch.tensor([[False, True, True, True], [True, False, False, False]])
     by_groups = torch.tensor([[True], [False]])
     kinds: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""What test_tensor_parallel.py has one process do with the needle model, and two with one that is split over them."""
+"""Uses of the needle model, for test_tensor_parallel.py: by one process, and by two that share a model."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.fixture(scope="module")
 def shared() -> PreTrainedModel:
-    """For tests that end before the model is touched."""
+    """A tiny model for tests that end before it is used."""
     return tiny()
 
 

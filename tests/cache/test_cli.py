@@ -38,7 +38,7 @@ def test_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_that_reads_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which is no causal language model by transformers' table."""
+    """`qada moments` serves a model that reads images, which transformers' table has under no causal language model."""
     text = {"model_type": "llama", "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48}
     text |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
@@ -131,7 +131,8 @@ def test_damaged_files_are_one_line(
 
 
 def test_profile_goes_by_moments_of_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of the model's own tokenizer: of a text that it knows, or else one line that says that it does not."""
+    """`qada profile --moments wiki` collects moments by the model's own tokenizer. If this does not know the text's
+    words, or the name is none, one line says so."""
     folder = readable_model(tmp_path).config._name_or_path
     arguments = ["--prompt-tokens", "300", "--new-tokens", "2"]
     assert main(["profile", "--model", folder, *arguments, "--moments", "wiki"]) == 0

@@ -142,7 +142,7 @@ def test_a_forged_segment_that_a_crop_has_opened(
 @pytest.mark.skipif(not choice._is_installed(), reason="needs triton")
 @pytest.mark.parametrize("options", [DENSE, SELECTING], ids=["dense", "selecting"])
 def test_a_fork_for_tritons_kernel_answers_like_torch(options: dict[str, Any]) -> None:
-    """By Triton's interpreter."""
+    """A fork with `kernels="triton"`, under the interpreter, reads the same records, and answers as torch."""
     model, ids = tiny(num_hidden_layers=1), prompt(1202)[0]
     given, told = ids[:, 1200:], {"kernels": "torch", **options}
     coded, exact = (filled(model, ids[:, :1200], bulk_bits=bits, **told) for bits in (8, 16))
@@ -217,7 +217,8 @@ def test_torch_codes_for_caches_that_want_no_kernels(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_forty_crops_lose_what_one_coding_loses(bits: int) -> None:
-    """Of full attention's next tokens, in nats: going back and reading the same text again changes little."""
+    """Going back and reading the same text again, forty times, changes the next tokens' divergence from full attention
+    little. The divergence is in nats."""
     model, ids = tiny(), prompt(1300 + TOKENS)[0]
     stock = DynamicCache(config=model.config)
     with torch.no_grad():

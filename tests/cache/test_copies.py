@@ -155,7 +155,7 @@ class CopyMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.family) < MOST)
     @rule(data=st.data(), deleted=st.booleans())
     def save_and_load(self, data: st.DataObject, deleted: bool) -> None:
-        """Over a file that others may be mapped to."""
+        """Save over a file that other caches may map, and load it."""
         twins, path = self.any_of(data), self.folder / "cache.safetensors"
         loaded = []
         for cache, environment in ((twins.plain, nothing()), (twins.shared, anything())):

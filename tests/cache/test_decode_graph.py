@@ -47,7 +47,7 @@ def describe(cache: QAdACache) -> dict[str, Any]:
 
 
 def brief(model: PreTrainedModel, cache: QAdACache, folder: Path) -> torch.Tensor:
-    """As `one_shot`: past a flush to the replays behind it."""
+    """A shorter `one_shot`, which still has a flush and replays behind it."""
     return logits_of(generate(model, prompt(90)[0], cache, tokens=16))
 
 
@@ -149,7 +149,7 @@ def test_selected_tokens(bits: int, device: str) -> None:
 def test_a_replay_prepares_the_next_step(
     lengths: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes what the host would write, which so does it once after each flush."""
+    """A replay writes the next step's places on the device; the host writes them once after each flush."""
     model, written, write = tiny(num_hidden_layers=1).to(device), [], Places.write
     cache = make(model, token_threshold=0.0, cuda_graph=True)
     monkeypatch.setattr(Places, "write", lambda own, step: written.append(RecordedGraph.replays) or write(own, step))
@@ -191,7 +191,7 @@ def test_what_changes_a_cache_between_replays_is_followed(device: str) -> None:
 
 @torch.inference_mode()
 def test_a_capture_that_fails_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that looks at its own numbers no graph can be: said once, and computed as ever."""
+    """A model that reads its numbers on the host cannot be captured: steps are computed without a graph, as before."""
     model = tiny().to(device)
     expected = decode(model, make(model, token_threshold=0.0, cuda_graph=False), 12)
     cache = make(model, token_threshold=0.0, cuda_graph=True)

@@ -1,4 +1,4 @@
-"""What changes beneath a graph, or is told beside it, is never replayed as it was."""
+"""A graph is not replayed after a change of the tensors or arguments that it was captured with."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from qada_cache import QAdACache
 from qada_cache.decode_graph.lasting import LayerStates
 from qada_cache.versions import pass_cache
 
-# Of states of several kinds, and beside layers without any. Of sliding windows: with masks by kinds of layers, with
-# more inputs, with eager attention, with a head that transformers takes for the decoder.
+# LINEAR: states of several kinds, and layers without any beside them. SLIDING: masks by kinds of layers, more inputs,
+# eager attention, and a model with a head that transformers takes for the decoder.
 LINEAR = ("granitemoehybrid", "lfm2_moe", "nemotron_h", "olmo_hybrid", "qwen3_5_text")
 SLIDING = ("gemma3", "gemma4", "gpt_oss", "modernbert-decoder")
 
@@ -45,7 +45,7 @@ def test_families(model_type: str, device: str) -> None:
 
 @torch.no_grad()
 def test_layers_that_differ_in_their_heads(device: str) -> None:
-    """Of each the decisions are counted by itself."""
+    """Replays count decisions for each layer, as calls without a graph do, if layers differ in their KV heads."""
     model, ids = uneven({0: 1, 1: 2, 2: 4}).to(device), prompt(90)[0]
     caches = [make(model, cuda_graph=on, threshold=0.12, group_rule="head") for on in (False, True)]
     computed, replayed = (read(model, cache, ids, 60, *[1] * 30) for cache in caches)

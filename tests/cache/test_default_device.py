@@ -32,7 +32,7 @@ Found = list[Any]  # tensors, and figures
 
 
 class Given(NamedTuple):
-    """What exists before anybody asks for a device."""
+    """The models, inputs and folder of a use, made before a default device is set."""
 
     model: PreTrainedModel
     needles: PreTrainedModel
@@ -42,8 +42,8 @@ class Given(NamedTuple):
 
 
 def both(use: Callable[[Given], Found], folder: Path) -> tuple[Found, Found]:
-    """What a use finds with a default device on which tensors hold nothing, and then without. Each finds models of its
-    own, and no moments of earlier ones."""
+    """The results of a use with "meta" as the default device, whose tensors hold nothing, and with the CPU. Each run
+    has models of its own, and no kept moments."""
     found = []
     for device in ("meta", "cpu"):
         shutil.rmtree(files.find_home() / defaults.FOLDER, ignore_errors=True)
@@ -127,7 +127,7 @@ def collected(given: Given) -> Found:
 
 
 def commands(given: Given) -> Found:
-    """What `qada tune` and `qada profile` do."""
+    """The figures that `qada tune` and `qada profile` measure."""
     tokenizer, words = needle.load_tokenizer(), " ".join(random.Random(0).choices(needle.NOISE, k=2800))
     prepare(given.needles, tokenizer)
     pieces = cut(words, tokenizer, count=2, tokens=1300, following=3)

@@ -55,7 +55,7 @@ class Watch(TorchDispatchMode):
 
 @functools.cache
 def find(use: Callable[[Given], Found], dtype: torch.dtype) -> Found:
-    """What a use finds with a default dtype."""
+    """The results of a use with this default dtype."""
     shutil.rmtree(files.find_home() / defaults.FOLDER, ignore_errors=True)
     with default_dtype(torch.float32):
         given = Given(tiny(), needle.load_model(), *prompt(90, 61), files.find_home())

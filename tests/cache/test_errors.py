@@ -197,7 +197,7 @@ def test_config_that_is_not_the_models_own(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("options", [{}, {"moments": "current"}, {"criterion": "dense"}])
 @pytest.mark.parametrize("part", ["all", "one"])
 def test_weights_that_were_never_loaded(part: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the model reads anything."""
+    """Weights on the meta device are refused before the model reads anything."""
     model = tiny()
     (model if part == "all" else model.model.layers[1].mlp).to("meta")
     monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("it was called"))

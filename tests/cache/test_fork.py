@@ -59,7 +59,7 @@ def assert_alike(fork: QAdACache, anew: QAdACache, model: PreTrainedModel, ids: 
     assert (ours.audit is None) == (theirs.audit is None)
 
 
-# Where moments come from depends on what the cache had; the rest does not.
+# Only options that ask for moments depend on those that the first cache had, so they alone get all `SOURCES`.
 CASES = [
     (options, source)
     for options, given in OPTIONS.items()
@@ -109,7 +109,8 @@ def test_a_fork_of_a_fork_counts_for_itself() -> None:
 
 
 def test_frozen_moments_and_decoded_tokens(tmp_path: Path) -> None:
-    """What was decoded counts again where moments go on, and cannot be told apart where they never stopped."""
+    """A fork that updates moments takes in the tokens decoded since they were frozen. Then it decides as a cache whose
+    moments were never frozen."""
     model, (ids, mask) = tiny(), LONG
     frozen, going = (filled(model, ids, mask, moments="current", update_moments=update) for update in (False, True))
     for cache in (frozen, going):

@@ -1,4 +1,4 @@
-"""What `generate()` offers, for each family: at threshold 1 a QAdACache gives what DynamicCache gives, or its refusal.
+"""Every mode of `generate()`, for each family: at threshold 1 a QAdACache gives DynamicCache's output or refusal.
 
 `test_generate.py` goes into depth for one family; here every mode and option meets plain, sliding and hybrid layers,
 and eager attention.
@@ -179,7 +179,8 @@ def noisy(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.parametrize("whole", [True, False], ids=["whole text", "new tokens"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prefill_chunk_size": 17}], ids=str)
 def test_a_cache_kept_over_calls(model: PreTrainedModel, options: dict[str, Any], whole: bool) -> None:
-    """What the first call read is not read again, whether it is given again or the new tokens alone are."""
+    """A second call does not read the first call's tokens again, whether it is given the whole text or the new tokens.
+    Its output is DynamicCache's."""
     ids, mask = prompt(*LENGTHS)
     seen = torch.cat([mask, torch.ones(2, 30, dtype=torch.long)], dim=1)
 

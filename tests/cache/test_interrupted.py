@@ -63,14 +63,14 @@ def test_interrupted_forward(
 
 
 def filled(model: PreTrainedModel, text: Tensor) -> DynamicCache:
-    """What has read `text`."""
+    """A `DynamicCache` that has read `text`."""
     cache = DynamicCache(config=model.config)
     forced(model, text, [text.shape[1]], cache)
     return cache
 
 
 def test_interrupted_before_tokens_are_taken_in(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first layer, where no other has them: as if they had never come."""
+    """A pass that is interrupted before the first layer stores its tokens leaves the cache as it was."""
     text = prompt(160)[0]
     cache, plain = exact(model), filled(model, text[:, :150])
     forced(model, text[:, :150], [150], cache)

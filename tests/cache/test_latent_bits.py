@@ -23,7 +23,7 @@ SPLIT = [1400, 1, 30, 1]
 @pytest.mark.parametrize("tokens", [8192, 16_400])
 @pytest.mark.parametrize(("bits", "share"), [(16, 1.05), (8, 0.5), (4, 0.4)])
 def test_bytes_held(bits: int, share: float, tokens: int) -> None:
-    """Of DeepSeek's sizes, which all copies of a bulk are made of."""
+    """A cache of latents of DeepSeek's sizes takes at most this share of their bytes, all its copies together."""
     model = tiny("deepseek_v3", dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, num_hidden_layers=1)
     cache = QAdACache(model, bulk_bits=bits, kernels="torch")
     latents = torch.randn(1, 1, tokens, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -60,7 +60,7 @@ def test_records_are_those_of_keys(bits: int) -> None:
 @pytest.mark.parametrize(("bits", "kernels"), [(8, "auto"), (4, "torch")])
 @torch.no_grad()
 def test_attention_is_that_of_float64_over_decoded_latents(bits: int, kernels: str) -> None:
-    """Which are near those that the model made, as the bits allow."""
+    """Attention equals float64 over decoded latents, and these are as near to the model's as the bits allow."""
     model, ids = tiny("deepseek_v3"), prompt(1400)[0]
     cache, plain = QAdACache(model, bulk_bits=bits, kernels=kernels), dynamic(model)
     for each in (cache, plain):

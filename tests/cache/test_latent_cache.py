@@ -82,7 +82,8 @@ def test_stored_prompts_of_which_heads_select(bits: int, tmp_path: Path) -> None
 
 
 def test_an_interrupted_pass_leaves_other_caches_alone(model: PreTrainedModel) -> None:
-    """Between `update` and attention nothing but the thread says whose keys come next."""
+    """A pass that is interrupted between `update` and attention leaves other caches alone, though only the thread tells
+    whose keys come next."""
     ids = prompt(60)[0]
     cache = exact(model)
     forced(model, ids, [50], cache)  # twice: 50 tokens, and 10

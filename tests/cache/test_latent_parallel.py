@@ -46,7 +46,7 @@ def models(folder: Path) -> dict[str, PreTrainedModel]:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path, models: dict[str, PreTrainedModel]) -> list[dict[str, Any]]:
-    """What each of two processes found."""
+    """The results of each of two processes, in the order of ranks."""
     script = Path(__file__).with_name("latent_parallel_ranks.py")
     return torchrun(script, folder, *models, QADA_KERNELS="torch")
 
@@ -82,7 +82,8 @@ def kind(request: pytest.FixtureRequest, models: dict[str, PreTrainedModel]) -> 
 
 
 def test_all_is_read(kind: str, ranks: list[dict[str, Any]], models: dict[str, PreTrainedModel]) -> None:
-    """Of prompts in one piece and in chunks, of long and short turns and after a crop, in 16, 8 and 4 bits."""
+    """Both processes read everything as one does: prompts in one piece and in chunks, long and short turns, and after a
+    crop, in 16, 8 and 4 bits."""
     whole = scene.read_exactly(models[kind])
     assert whole["exact"]["tokens"] == whole["dynamic"]["tokens"]
     exact = 4 * rounding(models[kind], scene.text())
@@ -123,7 +124,8 @@ def test_decisions(kind: str, ranks: list[dict[str, Any]], models: dict[str, Pre
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_collected_moments(kind: str, ranks: list[dict[str, Any]], folder: Path) -> None:
-    """Of latents and of the queries of all heads, in every process; and all collect if one of them has none kept."""
+    """Every process collects moments of latents, and query energies of all heads. If one has no kept moments, all
+    collect."""
     whole, *own = (
         KeyMoments.load(folder / f"{name}.safetensors")
         for name in (f"moments-{kind}", f"moments-{kind}-0", f"moments-{kind}-1")

@@ -62,7 +62,7 @@ def test_a_cache_taken_for_tensors(way: str, model: PreTrainedModel) -> None:
 
 
 def test_keys_put_in_from_outside(model: PreTrainedModel) -> None:
-    """As a DynamicCache is filled: what to do instead."""
+    """Keys that `update()` gets from outside a model, as a DynamicCache can, raise an error with the way out."""
     told = (
         r"did not come back.*not filled by update\(\) from outside.*reset\(\) it, then read tokens by model\(input_ids"
     )

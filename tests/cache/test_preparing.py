@@ -1,4 +1,4 @@
-"""What a model needs for moments by name: its tokenizer, found or given, and all of it done ahead by `prepare`."""
+"""Moments by name need a model's tokenizer, found or given, and `prepare` does all slow work ahead."""
 
 import socket
 import subprocess
@@ -64,7 +64,7 @@ def without_tokenizer(folder: Path, family: str = "llama") -> PreTrainedModel:
 
 
 def test_found_in_the_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """For every prompt by name, offline, and the words are the article's."""
+    """The tokenizer is found in the model's folder for every prompt by name, offline, and knows the article's words."""
     model = readable_model(tmp_path / "model")
     forbid(monkeypatch, socket, "getaddrinfo")
     for name in ("wiki", "random-words", "single-word"):
@@ -76,7 +76,8 @@ def test_found_in_the_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
 def test_none_in_the_folder(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of some kinds transformers then makes one that knows nothing. A text needs one; words become tokens, by name."""
+    """Without a tokenizer in the model's folder a text is refused, and "random-words" become "random-tokens". For some
+    families transformers makes an empty tokenizer, which does not count."""
     model = without_tokenizer(tmp_path, family)
     with pytest.raises(
         ValueError, match=rf"'wiki'.* none was found at {tmp_path} .*prepare\(model, tokenizer, moments="
@@ -201,8 +202,8 @@ def test_a_config_that_does_not_say_how_wide_keys_are(moments: str, monkeypatch:
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_latents_are_attended_to_ahead(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By tokens and short turns, unless a kernel of their own does, and in prompts, whose keys are expanded. Nothing is
-    collected, as all is read."""
+    """`prepare` attends to latents from tokens and short turns, unless a kernel for latents does, and from prompts,
+    whose keys are expanded. It collects no moments, as all tokens are read."""
     calls: list[tuple[int, ...]] = []
     builds: list[tuple[int, ...]] = []
     kernels: list[tuple[Any, ...]] = []
@@ -223,7 +224,7 @@ def test_latents_are_attended_to_ahead(compiles: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(not choice._is_installed(), reason="needs triton")
 def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the trials that first steps would make, before there is a sketch and with it; the kernels are idle."""
+    """`prepare` makes the trials that first steps would make, without a sketch and with one. The kernels are idle."""
     from qada_cache.kernels import triton
     from qada_cache.kernels.triton import kernels, turn
 
@@ -246,7 +247,7 @@ def test_triton_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_refuses(folder: Path) -> None:
-    """What `QAdACache` refuses, before anything is read."""
+    """`prepare` refuses what `QAdACache` refuses, before it reads anything."""
     for options, error in (
         ({"threshold": 7}, ValueError),
         ({"lenght": 1}, TypeError),

@@ -86,8 +86,8 @@ def test_the_peak_is_of_what_is_taken_again_and_not_of_files(tmp_path: Path) -> 
 
 
 def test_growth_of_a_prompt_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After layers of a long call, once the process has grown by more than it may since the layer after the last time.
-    What that layer asks for again is no growth: at 4,096 tokens it had been given back after every layer."""
+    """Memory is trimmed after a layer of a long call if the process has grown too much since the layer after the last
+    trim. Memory that this layer allocates again is no growth: else all of it would be trimmed after every layer."""
     called: list[None] = []
     held = iter([100, 130, 133, 190, 221, 90, 123])  # 133 and 123 are too much
     monkeypatch.setattr(process_memory, "_least", 100)

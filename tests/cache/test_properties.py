@@ -1,4 +1,4 @@
-"""What a cache says of itself, as `DynamicCache` says it of the same tokens."""
+"""A cache's properties are those of a `DynamicCache` with the same tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASKED = ("get_seq_length", "get_max_length", "get_query_offset", "is_recording_p
 
 
 def told(ask: Callable[[], Any]) -> Any:
-    """What it returns, or the kind of error."""
+    """The result of a call, or the type of its error."""
     try:
         return ask()
     except Exception as error:
@@ -79,7 +79,7 @@ def test_initialised_early(family: str) -> None:
 
 
 def test_a_prefix_that_sees_itself() -> None:
-    """Of the first piece alone: a model asks whether the cache is filled."""
+    """A prefix whose tokens see each other is the first piece alone: the model asks whether the cache is filled."""
     config = transformers.HrmTextConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8,
         num_layers_per_stack=1, num_hidden_layers=8, max_position_embeddings=1024, initializer_range=0.35,

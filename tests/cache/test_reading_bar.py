@@ -19,7 +19,7 @@ def model() -> PreTrainedModel:
 
 
 class Shown(reading_bar.tqdm):
-    """What bars were told, in order."""
+    """A progress bar that shows nothing; the class collects all bars' updates in order."""
 
     told: list[tuple[str, float, float]]  # description, total, and how far it came
 

@@ -88,7 +88,7 @@ def outcome(act: Callable[[], Any]) -> bool:
 
 
 def check_same(model: PreTrainedModel, text: Tensor, ours: QAdACache, theirs: Cache) -> None:
-    """Both hold the same, and go on to the same logits."""
+    """Assert that both caches hold the same tokens, and go on to the same logits."""
     assert [ours.get_seq_length(at) for at in range(len(ours))] == [
         theirs.get_seq_length(at) for at in range(len(ours))
     ]
@@ -204,7 +204,8 @@ def test_a_crop_that_a_later_layer_refuses_changes_no_layer(text: Tensor) -> Non
 @pytest.mark.parametrize("recording", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba"])
 def test_linear_layers_refuse_a_crop(family: str, recording: bool, text: Tensor) -> None:
-    """Also where transformers' would take tokens out of a part of their states, and of models of nothing else."""
+    """Caches with linear layers refuse a crop, also if transformers' would crop a part of their states, and if there
+    are no other layers."""
     with patch.dict(FAMILIES, {"mamba": ("Mamba", {"state_size": 4})}):
         model = tiny(family, attention="eager")
     if CACHE not in inspect.signature(model.forward).parameters:

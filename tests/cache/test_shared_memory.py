@@ -147,7 +147,7 @@ def test_a_file_that_is_written_to(act: str, tmp_path: Path) -> None:
 
 
 def test_a_file_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As older ones are."""
+    """Older files have no room behind their tokens: caches that map one copy it when they grow, and go on alike."""
     spaced = record.PaddedTensor
     monkeypatch.setattr(record, "PaddedTensor", lambda tensor, lengths, room: spaced(tensor, lengths, max(lengths)))
     cache = large()

@@ -1,4 +1,4 @@
-"""What saving and loading take: one pass over the bulk, and no second copy of it."""
+"""Saving and loading make one pass over the bulk, and no second copy of it."""
 
 from __future__ import annotations
 

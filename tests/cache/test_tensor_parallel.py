@@ -30,7 +30,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path, model: PreTrainedModel) -> list[dict[str, Any]]:
-    """What each of two processes found."""
+    """The results of each of two processes, in the order of ranks."""
     moments = folder / "moments.safetensors"
     KeyMoments.collect(model, tokens=300, seed=4, progress=False).save(moments)
     for name in ("phi3", "llama", "qwen3"):
@@ -47,7 +47,7 @@ def same(whole: dict[str, Any], ranks: list[dict[str, Any]], name: str) -> None:
         split = rank[name]
         for figure in whole.keys() - {"device_bytes", "audit"}:
             assert split[figure] == whole[figure], figure
-        # Of what is missed, which is what a share in float32 lacks of 1, rounding is no small part.
+        # The missed mass is 1 minus a float32 share, so rounding is no small part of it.
         assert (split["audit"] or {}) == pytest.approx(whole["audit"] or {}, rel=1e-4, abs=1e-6)
 
 
@@ -69,7 +69,7 @@ def test_static_heads(ranks: list[dict[str, Any]], model: PreTrainedModel) -> No
 
 @pytest.mark.usefixtures("default_bits")  # as the processes have it
 def test_collected_moments(ranks: list[dict[str, Any]], model: PreTrainedModel, folder: Path) -> None:
-    """Of all heads, in every process; and all collect if one of them has none kept."""
+    """Every process collects moments of all heads. If one has no kept moments, all collect."""
     whole = KeyMoments.collect(model, progress=False)
     first, second = (KeyMoments.load(folder / f"moments-{rank}.safetensors") for rank in range(2))
     assert first.rotations == whole.rotations

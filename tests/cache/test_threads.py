@@ -58,7 +58,7 @@ def test_caches_in_threads(moments: str) -> None:
 
 
 def test_a_cache_that_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One comes to the keys of another, which these are no more."""
+    """A thread that uses a cache in another's pass gets an error that says so; the other's logits stay right."""
     model, ids = tiny(), prompt(60)[0]
     cache, original = QAdACache(model, **SMALL), QAdACache.update
 

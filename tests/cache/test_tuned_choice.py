@@ -1,4 +1,4 @@
-"""What `qada tune` keeps of a model: taken if it is asked for, by its caches and no others, and named."""
+"""A model's tuned choice, kept by `qada tune`, is taken if it is asked for, by this model's caches alone, and named."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_taken_and_named(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("make", [QAdACache, prepare])
 @pytest.mark.parametrize("given", [{"threshold": 0.9}, {"token_threshold": 3}], ids=["threshold", "token_threshold"])
 def test_thresholds_beside_it_are_refused(make: Callable[..., Any], given: dict[str, Any], folder: Path) -> None:
-    """Before anything is read."""
+    """Thresholds beside `tuned=True` are refused before anything is read."""
     said = r"tuned=True takes token_threshold and threshold from qada tune, and .* was given: leave out one"
     with pytest.raises(ValueError, match=said):
         make(tiny(), tuned=True, **given)
@@ -136,7 +136,8 @@ def test_weights_that_changed_are_another_model() -> None:
     ids=lambda given: next(iter(given)),
 )
 def test_caches_that_decide_otherwise_do_without(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """And say so, once; not where the choice was for those options."""
+    """Caches with other options than the tuned choice was measured with do not use it, and warn once. Those with the
+    same options use it."""
     model = tiny()
     kept(model)
     for _ in range(2):

@@ -58,7 +58,8 @@ def phi() -> PreTrainedModel:
 def test_a_cache_is_filled_again(
     lengths: tuple[int, ...], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the model's frequencies change, and in the next turn; the cache that `generate` was given is at work."""
+    """A cache is filled again if the model's frequencies change, and in the next turn. `generate` goes on with the
+    cache that it was given."""
     model = phi()
     ids, mask = prompt(*lengths[: 1 if "prompt_lookup_num_tokens" in options else 2])
     cache, theirs = exact(model), DynamicCache(config=model.config)
@@ -92,7 +93,8 @@ def test_a_turn_across_the_change(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("model_type", ["phimoe", "phi4_multimodal"])
 def test_its_kin(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whose frequencies change behind 100 tokens. Phi 4 gives no text to read again, and so no wrong answer."""
+    """Related models' frequencies change behind 100 tokens, too. Phi 4 gives no text to read again: it raises instead
+    of answering wrongly."""
     model, options = families.build(model_type)[0], {"tokens": 10, "eos_token_id": None}
     for tokens in families.TEXTS:
         cache, ids = exact(model, moments="current"), prompt(tokens)[0]
@@ -131,7 +133,7 @@ def test_the_model_reads_its_last_token_alone() -> None:
 
 
 def test_a_cache_that_the_model_drops(caplog: pytest.LogCaptureFixture) -> None:
-    """One that was built without the model, and the way out."""
+    """A cache that was built without the model, and that the model drops, gives one warning, with the way out."""
     model = phi()
     for _ in range(2):
         cache = QAdACache(config=model.config, threshold=1.0, moments="current")
@@ -153,7 +155,7 @@ def test_a_cache_that_the_model_drops(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_model_that_leaves_it_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """For whatever reason."""
+    """A model that leaves the cache out of its inputs, for whatever reason, gets one warning."""
     model = tiny()
     prepare = type(model).prepare_inputs_for_generation
 

@@ -31,7 +31,7 @@ def loaded(folder: Path, device_map: dict[str, str]) -> PreTrainedModel:
 
 
 def dispatched(folder: Path) -> PreTrainedModel:
-    """As `device_map` does, of a model that is there already."""
+    """A loaded needle model that is then spread over CPU and disk, as `device_map` does."""
     device_map = dict.fromkeys((*BESIDE, *LAYERS), "cpu") | {LAYERS[1]: "disk"}
     return dispatch_model(needle.load_model(), device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
 

@@ -18,7 +18,7 @@ from qada_cache.versions import pass_cache
 
 
 class Peft(nn.Module):
-    """What of peft's `PeftModel` matters here: the model is in it, and what is asked of it is asked of the model."""
+    """Stands in for peft's `PeftModel`: it contains the model, and passes unknown attributes on to it."""
 
     def __init__(self, model: PreTrainedModel, *, is_prompt_learning: bool = False) -> None:
         super().__init__()
@@ -76,6 +76,7 @@ def test_moments_of_a_wrapped_model() -> None:
 
 
 def test_prompt_learning_is_refused() -> None:
-    """Of which prefix tuning generates with a cache of its own, and would leave ours empty."""
+    """Prompt learning is refused. Prefix tuning, a kind of it, generates with a cache of its own, and would leave ours
+    empty."""
     with pytest.raises(NotImplementedError, match=r"prompt learning \(PREFIX_TUNING\).*get_base_model\(\)"):
         QAdACache(Peft(tiny(), is_prompt_learning=True))

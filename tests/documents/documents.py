@@ -24,5 +24,5 @@ def prose(text: str) -> str:
 
 
 def spans(text: str) -> Iterator[str]:
-    """What stands in backticks, on one line."""
+    """The texts in backticks, each on one line."""
     return (" ".join(span.split()) for span in SPAN.findall(prose(text)))

@@ -28,7 +28,7 @@ FOREIGN = {"--include_path": "lm_eval"}  # options that are named in order to sa
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a document, and whether it stands in a block, where it has to be whole."""
+    """One command of a document, and whether it is in a block of code, where it has to be complete."""
 
     document: str
     line: str
@@ -54,7 +54,7 @@ def commands() -> Iterator[Command]:
 
 
 class Parsed(Exception):  # noqa: N818  # no error
-    """What a command is stopped with once it has read its arguments."""
+    """Stops a command once it has read its arguments."""
 
 
 def read_by(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
@@ -87,7 +87,7 @@ def read_by(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Argum
 
 
 def option_strings(parser: argparse.ArgumentParser) -> set[str]:
-    """Of a parser and those of its subcommands."""
+    """The options of a parser and of its subcommands."""
     found = set()
     for action in parser._actions:
         found |= set(action.option_strings)
@@ -97,7 +97,7 @@ def option_strings(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def eval_parser(name: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    """Of one of eval's commands."""
+    """The parser of one of eval's commands."""
     required = {command: ["--out", "t"] for command in ("trials", "sweep", "heads", "convert")}
     required |= {"codes": ["rungs", "--out", "t"], "figures": ["draw"], "latency": ["prompt"], "memory": ["held"]}
     required |= {"overhead": ["step"], "prompts": ["loss"], "reuse": ["copies"]}
@@ -176,7 +176,7 @@ def test_wrong_options_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values(command: Command, option: str) -> list[str]:
-    """What a command gives an option."""
+    """The values that a command gives an option."""
     words = command.words
     if option not in words:
         return []

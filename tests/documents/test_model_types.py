@@ -1,4 +1,4 @@
-"""What the documents say of all model types, against the table that `python -m eval.families` made."""
+"""The documents' statements on model types agree with the table that `python -m eval.families` made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BULLET = re.compile(r"^- ((?:.|\n(?!- |\n))*): ((?:[\w-]+,\s+)*[\w-]+)$", re.MUL
 
 
 def bullets(document: str, heading: str) -> dict[str, set[str]]:
-    """What stands before the colon of each line of a list, and the names after it; behind a heading."""
+    """The list behind a heading: by the text before each line's colon, the names after it."""
     text = DOCUMENTS[document].split(heading, 1)[1].split("\n## ", 1)[0]
     return {" ".join(said.split()): set(re.findall(r"[\w-]+", names)) for said, names in BULLET.findall(text)}
 

@@ -24,7 +24,7 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def test_no_function_takes_too_many_parameters() -> None:
-    """But for the cache's options, and kernels that Triton compiles: what these are told are addresses and strides."""
+    """The cache's options are exempt, and kernels that Triton compiles, whose arguments are addresses and strides."""
     found = {}
     for file, node in functions():
         taken = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
@@ -35,7 +35,7 @@ def test_no_function_takes_too_many_parameters() -> None:
 
 
 def test_no_function_name_is_in_more_than_two_modules() -> None:
-    """Of modules' own functions; a method belongs to its class, and a function within another to that one."""
+    """Only functions of modules count; a method belongs to its class, and an inner function to the outer one."""
     files = defaultdict(set)
     for path in sorted(HOUSE.rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -50,7 +50,7 @@ def test_only_kernels_are_called_after_what_they_compute() -> None:
 
 
 def test_every_tensor_that_is_made_names_its_device() -> None:
-    """Else it lies on torch's default device, which users may set; tokenizers make their tensors there."""
+    """A tensor without a device lies on torch's default one, which users may set, as do tensors of tokenizers."""
     makers = {f"torch.{made.__name__}" for made in _device_constructors()} | {"torch.Generator"}
     found = []
     for path in sorted(HOUSE.rglob("*.py")):

@@ -19,7 +19,7 @@ if shutil.which("make") is None:
 
 
 def recipe(table: str) -> list[str]:
-    """What `make tables/NAME` would run, in an environment that is set up."""
+    """The commands that `make tables/NAME` would run, in an environment that is set up."""
     command = ["make", "--dry-run", "--assume-old=.venv/.installed", f"tables/{table}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"eval/tables.mk has no target for {table}: {done.stderr}"

@@ -30,7 +30,7 @@ def mistaken(model: PreTrainedModel) -> None:
 """
 
 
-# What the package imports is not read: it takes ten times as long, and here it says nothing.
+# Mypy does not read the libraries that the package imports: it would take ten times as long, and add nothing here.
 SETTINGS = """\
 [mypy]
 strict = True
@@ -41,7 +41,7 @@ follow_imports = skip
 
 
 def test_a_users_script_is_checked_against_our_types(tmp_path: Path) -> None:
-    """By mypy, told to be strict: nothing in the first function, and every line of the second."""
+    """Strict mypy finds nothing in the script's first function, and an error in every line of the second."""
     pytest.importorskip("mypy", reason="the type checker is a tool of developers")
     (tmp_path / "user.py").write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "mypy.ini").write_text(SETTINGS, encoding="utf-8")

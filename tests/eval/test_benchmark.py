@@ -64,7 +64,7 @@ def test_cudnn_is_as_before(allowed: bool) -> None:
 
 
 def test_bytes_over_the_bus() -> None:
-    """What is read of a bulk on the host; nothing of one on the device."""
+    """Bytes over the bus are those read of a bulk on the host; there are none for a bulk on the device."""
     model = tiny()
     part = torch.randn(1, 2, 300, 8)
     work = Work(model, [(part, part)] * 2, torch.ones(1, 1, dtype=torch.long), 0, False, 0)

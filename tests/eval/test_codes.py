@@ -50,7 +50,7 @@ def test_bytes_of_a_token() -> None:
 
 
 def test_more_bits_lose_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a tiny model; as it is, a bulk loses nothing."""
+    """More bits lose less on a tiny model, and a bulk in the model's dtype loses nothing."""
     monkeypatch.setattr(codes, "RUNGS", (("16", "16"), ("8", "8"), ("5", "5"), ("3", "3")))
     model, ids = tiny("llama"), prompt(800)[0]
     document = Document("prose", 780, 0, ids[:, :780], ids[:, 780:])
@@ -62,7 +62,7 @@ def test_more_bits_lose_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("energies", [None, torch.rand(2, 32, generator=torch.Generator().manual_seed(2)) + 0.1])
 def test_errors_of_estimates(energies: Tensor | None) -> None:
-    """Against estimates in float64: one query of each of two query heads a KV head."""
+    """Errors of estimates equal those in float64, for one query of each of two query heads a KV head."""
     keys, values, states = random(1, 2, 700, 32), random(1, 2, 700, 32, seed=1), random(1, 4, 1, 32, seed=3)
     made = Sketch.of(keys, values, None if energies is None else energies[None], Layout.from_bits(32, 1.5))
     off = []

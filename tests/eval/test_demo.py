@@ -163,7 +163,7 @@ def test_wrong_arguments_are_one_line(
 
 
 def test_a_document_leaves_room_for_the_chat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What every method reads, with the longest answers, is no longer than the model's positions."""
+    """The tokens that every method reads, with the longest answers, are no more than the model's positions."""
     model, words = tiny(vocab_size=260, max_position_embeddings=1200), tokenizer()
     monkeypatch.setattr(demo.language_model, "load", lambda *_, **__: (model, words))
     (tmp_path / "long.txt").write_text("Some words of mine. " * 900)

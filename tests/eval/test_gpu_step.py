@@ -9,7 +9,7 @@ from eval import gpu_step
 
 
 def test_the_ideal_dense_cache_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against float64: the token's key and value take the last place of what is held."""
+    """The ideal dense cache's output equals float64 attention; the token's key and value take the last held place."""
     made = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 1, 8, generator=made) for heads in (4, 2, 2))
     held = tuple(torch.randn(2, 2, 5, 8, generator=made) for _ in range(2))

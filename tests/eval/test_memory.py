@@ -15,7 +15,7 @@ from eval.shared.tables import read
 
 
 def hold_here(command: str, part: str, **options: Any) -> dict[str, Any]:
-    """As `run_alone`, without a process."""
+    """Stands in for `run_alone`: measures in this process."""
     assert (command, part) == ("memory", "held")
     told = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -25,7 +25,7 @@ def hold_here(command: str, part: str, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("default_bits")  # as processes have it
 def test_held(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,600 tokens fewer bits take less; wrong arguments are said in a line."""
+    """A cache of 1,600 tokens in fewer bits takes less memory; wrong arguments get one line."""
     monkeypatch.setattr(memory, "run_alone", hold_here)
     monkeypatch.setattr(memory, "CACHES", ("DynamicCache", "QAdACache", "QAdACache, 4 bits"))
     table, model = tmp_path / "table.csv", ["held", "--model", str(needle.FOLDER), "--dtype", "float32"]

@@ -49,14 +49,14 @@ def test_another_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cache_that_is_dropped_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the function that finds it again, and without the warning."""
+    """A dropped cache is reported if the package neither finds it again nor warns."""
     monkeypatch.setattr(forward.generation, "drops_caches", lambda _: False)
     monkeypatch.setattr(forward.generation, "warn_of_unused", lambda *_: None)
     assert families.judge("phi3")["words"] == "without a word, by generate of 98 tokens"
 
 
 def test_states_that_are_forgotten_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the check for which stores refuse Jamba."""
+    """Forgotten states are reported if stores lack the check by which they refuse Jamba."""
     assert families.judge("jamba")["verdict"] == "served"
     for module in (filling, watched):
         monkeypatch.setattr(module, "forgets_states", lambda _: False)

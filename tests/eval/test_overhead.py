@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parents[2] / "eval" / "results"
 @needs_compiler
 @pytest.mark.parametrize(("model", "tokens"), [("tiny", "1500"), (str(needle.FOLDER), "2048")])
 def test_step(model: str, tokens: str, tmp_path: Path) -> None:
-    """Of a model by its sizes and of one with a tokenizer; the parts do not exceed the whole."""
+    """A model given by its sizes, and one with a tokenizer, are measured; the parts do not exceed the whole."""
     table = tmp_path / "t.csv"
     options = ["--dtype", "float32", "--steps", "3", "--rounds", "1", "--out", str(table)]
     assert overhead.main(["step", "--model", model, "--tokens", tokens, *options]) == 0

@@ -128,7 +128,8 @@ class Slow:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_kept_tokens_against_float64(method: str, model: PreTrainedModel, state: Prefilled, ids: Tensor) -> None:
-    """In both layers, at every count; the greatest scores, so each count's tokens are among the next one's."""
+    """Kept tokens are those of the greatest scores in float64, in both layers at every count. So each count's tokens
+    are among the next one's."""
     for layer in range(2):
         slow = Slow(model, ids[:, :TOKENS], layer)
         stored = state.cache.layers[layer]
@@ -168,7 +169,8 @@ ALL = [*(Way("evicted", read=f"{method}, 1.0") for method in METHODS), Way("quan
 @pytest.mark.parametrize("way", ALL, ids=lambda way: way.read)
 @pytest.mark.parametrize("question", [1, 9])
 def test_all_is_full_attention(way: Way, question: int, model: PreTrainedModel, ids: Tensor) -> None:
-    """By both protocols: what is read last stands where it stood, whatever the state holds."""
+    """A peer that keeps all tokens equals full attention, in both protocols. The tokens read last have the positions
+    that they have in the whole text."""
     document = Document("task", TOKENS, 0, ids[:, : TOKENS + 1], ids[:, TOKENS + 1 :], "", question)
     state = Prefilled(model, document.text, NEAR)
     assert state.tokens == TOKENS + 1 - question

@@ -50,8 +50,8 @@ def test_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_samples_of_prompts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch, of the tokens that float64's other definition takes, as often as it counts them: by scores that are
-    not rounded."""
+    """Torch's sampled attention, with scores that are not rounded, reads the tokens that the float64 reference takes,
+    and weighs them as it does."""
     monkeypatch.setattr(sampled, "CODES", torch.float64)
     monkeypatch.setattr(sampled_prompt, "SHORT", 700 if size == 128 else 701)
     made = torch.Generator().manual_seed(0)

@@ -130,7 +130,7 @@ def test_sweep_of_bits(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_tasks")
 def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
-    """Against float64, from the very keys and queries: both masses, and the estimate by random words' moments."""
+    """Both recorded masses, and the estimate by random words' moments, equal float64 of the same keys and queries."""
     calls: list[tuple[Any, ...]] = []
     original = decode.estimate_log_bulk
 

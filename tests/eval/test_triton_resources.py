@@ -18,7 +18,7 @@ ROWS = {"dim": "96", "sketch": "1.5+8", "architecture": "sm_90"}  # of the table
 
 
 def test_next_to_nothing_spills() -> None:
-    """As docs/speed.md says."""
+    """One kernel spills 8 bytes, and no other any, as docs/speed.md says."""
     rows = read(TABLE)
     assert list(rows[0]) == COLUMNS
     assert len(rows) == 468
@@ -28,7 +28,7 @@ def test_next_to_nothing_spills() -> None:
 
 
 def test_what_selection_of_a_prompt_takes() -> None:
-    """By instructions of a warp for a pair, over those of exact attention, as docs/method.md says."""
+    """A warp's instructions for a pair, relative to those of exact attention, are as docs/method.md says."""
     like, issued = {"dim": "128", "group": "128", "architecture": "sm_90"}, {}
     for row in read(TABLE):
         if row["kernel"] in ("share_kernel", "sample_kernel", "read_kernel") and like.items() <= row.items():
@@ -42,7 +42,7 @@ def test_what_selection_of_a_prompt_takes() -> None:
 
 @pytest.mark.parametrize("sketch", ["1.5", "1.5+8", "1.5+4"])
 def test_estimates_leave_room_for_four_programs(sketch: str) -> None:
-    """Of 256 tokens at once, so that each instruction runs once for them, or less often."""
+    """A program estimates 256 tokens at once, and runs each instruction at most once for them."""
     like = {"kernel": "estimate_kernel", "dim": "128", "group": "4", "sketch": sketch}
     rows = [row for row in read(TABLE) if like.items() <= row.items()]
     assert len(rows) == 3

@@ -48,7 +48,7 @@ def document(tmp_path: Path) -> str:
 
 
 def run(source: str, name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
-    """What a script leaves behind. Before transformers 5.24 its `cache=` is another name, as README says."""
+    """Run a script; return its global names. Before transformers 5.24 its `cache=` has another name, as README says."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     left: dict[str, Any] = {"__name__": "__main__"}

@@ -81,7 +81,7 @@ def scene(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 
 def places(value: Any, at: tuple = ()) -> Iterator[tuple]:
-    """Where the numbers are."""
+    """The places of the numbers in nested lists and dicts, as tuples of keys and indices."""
     if isinstance(value, (list, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from places(item, (*at, key))
@@ -102,7 +102,7 @@ def altered(state: Any, at: tuple, number: Any) -> Any:
 
 
 def test_every_number_alone(scene: Scene) -> None:
-    """Of the last layer of each kind, as others of its kind have the same."""
+    """Every number of the last layer of each kind is changed alone; other layers of its kind have the same numbers."""
     layers = scene.state["layers"]
     fields = {tuple(name for name, _ in layer["dict"]): index for index, layer in enumerate(layers)}
     for place, at in enumerate(at for at in places(layers) if at[0] in fields.values()):
@@ -211,7 +211,7 @@ def test_names_that_layers_do_not_have(scene: Scene) -> None:
 
 @of_hybrids
 def test_fields_of_layers_of_another_kind(scene: Scene) -> None:
-    """Of transformers' layers, every attribute and every entry of a dict."""
+    """Every attribute of transformers' layers, and every entry of their dicts, is replaced by values of each kind."""
     fields = scene.state["layers"][0]["dict"]
     for at, (name, held) in enumerate(fields):
         before, after = fields[:at], fields[at + 1 :]
@@ -230,7 +230,7 @@ def test_fields_of_layers_of_another_kind(scene: Scene) -> None:
 
 @pytest.mark.parametrize("scene", [SCENES["sketched"]], ids=["sketched"], indirect=True)
 def test_dtypes_and_devices_that_are_none(scene: Scene) -> None:
-    """Where they stand alone, each word of torch that is no dtype."""
+    """A dtype or device whose text names none is refused, other names of torch included."""
     fields = scene.state["layers"][0]["dict"]
     for name in ("load", "Tensor", "cpu", "nn", "float33", "__doc__", "", None, 3, [], {}):
         refuses(scene, [*fields, ["unknown", {"dtype": name}]])
@@ -281,7 +281,7 @@ def test_options_that_are_none_of_this_file(name: str, saved: Path) -> None:
 
 
 def test_files_of_before_have_more_bytes_that_were_read(saved: Path) -> None:
-    """Of copies of heads on the device, which were counted apart."""
+    """Bytes of heads' copies on the device, which older files count apart, are added to the bytes read."""
     tensors, state = tensor_file.read(saved, KIND)
     read = QAdACache.load(saved, tiny()).stats().bulk_read_bytes
     for count in (10**6, -1):

@@ -16,7 +16,7 @@ from qada_cache.versions import pass_cache
 
 
 def test_moments_that_are_none(tmp_path: Path) -> None:
-    """Of another prompt, in a cache's file."""
+    """Forged moments of another prompt in a cache's file are refused."""
     model, path = tiny(), tmp_path / "file"
     cache = QAdACache(model, moments="random-tokens", **SMALL)
     cache.save(path)
@@ -50,7 +50,7 @@ def test_moments_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [16, 8])
 @torch.no_grad()
 def test_an_order_that_repeats_channels(bits: int, tmp_path: Path) -> None:
-    """By which kernels would write beside their memory."""
+    """An order with repeated or unknown channels is refused: kernels would write outside their memory by it."""
     model, path = tiny(max_position_embeddings=2048), tmp_path / "file"
     cache = QAdACache(model, moments="current", bulk_bits=bits)
     model(prompt(1300)[0], **pass_cache(cache))

@@ -26,7 +26,7 @@ from qada_cache.kernels.cpu import building
 def quick_builds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has loaded no kernel, and that builds them quickly."""
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
-    # By a name of every test's own, as a process loads what goes by one name once.
+    # Each test's library has a name of its own, as a process loads only one library of a name.
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
     monkeypatch.setattr(building, "run_command", compile_once)
 
@@ -35,7 +35,7 @@ held: list[int] = []  # open files
 
 
 def kernels() -> ctypes.CDLL | None:
-    """As the first decode step of another process would get them."""
+    """The kernel's library as the first decode step of another process would get it."""
     cpu.build.cache_clear()
     held.append(os.open(os.devnull, os.O_RDONLY))  # the folder gets another number, and so the library another name
     return cpu.build(torch.float32, 16, 24, 1)
@@ -74,7 +74,7 @@ def planted(tmp_path: Path) -> Callable[[Path], Path]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """By another file: this process may have loaded the old one."""
+    """Replace the library by a new file: this process may have loaded the old one."""
     path.unlink()
     path.write_bytes(content)
 

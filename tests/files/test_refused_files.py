@@ -40,7 +40,7 @@ def flip_the_last_byte(path: Path) -> None:
 
 
 def swap_tensors(path: Path) -> None:
-    """Of one shape."""
+    """Swap two tensors of one shape in a file's header."""
     header, data = split(path)
     first, second = next(
         (one, other) for one in header for other in header
@@ -188,7 +188,7 @@ def test_other_weights_of_the_same_config(saved: Path, tmp_path: Path) -> None:
 
 
 def test_weights_kept_elsewhere_are_not_compared(saved: Path) -> None:
-    """As accelerate keeps them, of a model that is greater than the memory."""
+    """Offloaded weights, as accelerate has them of a model that exceeds the memory, are not compared with a file's."""
     for seed in (0, 1):
         model = tiny(seed=seed)
         cpu_offload(model.model.layers[0], torch.device("cpu"))

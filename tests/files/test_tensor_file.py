@@ -186,7 +186,7 @@ def test_files_read_from_memory_or_mapped_are_checked_alike(tmp_path: Path, monk
 
 
 def test_what_is_mapped_lies_as_aligned_as_what_torch_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or matrix products over one and the other differ in their last bits."""
+    """Mapped tensors are aligned as torch aligns its own; otherwise matrix products would differ in their last bits."""
     monkeypatch.setattr(private_map, "WORTH", 1)
     tensors = {"count": torch.ones(3), "keys": torch.ones(2, 16), "codes": torch.ones(5, 64, dtype=torch.uint8)}
     for note in ("", "a longer header"):

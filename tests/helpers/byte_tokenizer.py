@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with a chat template: it knows every text."""
+"""A tokenizer of bytes with a chat template, which can encode any text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEMPLATE = (
 
 
 def tokenizer(*, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token a byte, and two that are special."""
+    """A tokenizer with one token a byte and two special ones, `<|start|>` and `<|end|>`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     whole = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,5 +1,5 @@
-"""The C++ kernels compiled for several sizes and instruction sets, all warnings being errors: `python -m
-tests.helpers.check_cpp` for this processor, or for targets that are named."""
+"""Compiles the C++ kernels for several sizes and instruction sets, with every warning an error: `python -m
+tests.helpers.check_cpp` for this processor, or with names of `TARGETS`."""
 
 import os
 import platform
@@ -21,14 +21,14 @@ from qada_cache.kernels.cpu import building, correlating, latent, prompt, quanti
 from qada_cache.kernels.cpu.processor import ARM, X86
 from qada_cache.sketch.coded import RecordLayout
 
-# Element, dimensions, queries, and bits of a bulk.
+# Element type, dim, value_dim, queries and bits of a bulk.
 SIZES = (
     *(("BFLOAT16", 64, 64, 4, 16), ("FLOAT32", 128, 128, 1, 16), ("FLOAT16", 80, 64, 7, 16)),
     *(("BFLOAT16", 64, 64, 4, 8), ("FLOAT32", 80, 128, 2, 4)),
 )
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
-# Nothing else is linked, so that it is all the same how wide vectors are passed; GCC's own headers for AVX-512 leave
-# values uninitialised.
+# -Wpsabi warns that instruction sets differ in how functions pass wide vectors: nothing else is linked with a kernel.
+# GCC's own headers for AVX-512 leave values uninitialised.
 UNINITIALIZED = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 UNWARNED = {"x86-64": ("-Wno-psabi",)} | dict.fromkeys(("x86-64-v4", "cooperlake", "sapphirerapids"), UNINITIALIZED)
 LATENT_SIZES = ((torch.bfloat16, 576, 512, 8), (torch.float16, 48, 32, 16), (torch.float32, 40, 24, 4))
@@ -38,12 +38,12 @@ ZIG = sys.executable, "-m", "ziglang", "c++", "-target"  # has a compiler for ea
 
 
 class Target(NamedTuple):
-    """What is compiled for."""
+    """A system and its compiler, with the processors that kernels are compiled for."""
 
     compiler: tuple[str, ...]
-    tell: str  # which processor
-    processors: tuple[str, ...]  # of kernels for decoding
-    of_prompts: dict[str, frozenset[str]]  # sets of instructions that these are written for, and who had them first
+    tell: str  # the compiler's flag that names a processor
+    processors: tuple[str, ...]  # for kernels for decoding
+    of_prompts: dict[str, frozenset[str]]  # for kernels for prompts: by processor, its set of instructions
 
 
 AVX512 = {"avx512f", "avx512bw", "avx512dq"}
@@ -72,7 +72,7 @@ TARGETS = {
 
 
 class Build(NamedTuple):
-    """One compilation."""
+    """One compilation: a source file, `-D` options and a processor of the target."""
 
     source: Path
     macros: tuple[str, ...]
@@ -80,18 +80,18 @@ class Build(NamedTuple):
 
 
 def main(names: Sequence[str]) -> int:
-    """The number of builds that a warning stopped."""
+    """Compile for the targets of these `names`, or for this machine; return the number of builds that failed."""
     return sum(map(count_failures, [TARGETS[name] for name in names or (platform.machine(),) if name in TARGETS]))
 
 
 def count_failures(target: Target) -> int:
-    """For one of `TARGETS`; the compiler, a process of its own, runs once for each core."""
+    """The number of the target's builds that failed. As many compilers run at a time as there are cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return sum(not clean for clean in pool.map(partial(is_clean, target), list_builds(target)))
 
 
 def list_builds(target: Target) -> list[Build]:
-    """All that is compiled for it."""
+    """All builds of the target."""
     found = []
     for (element, dim, value_dim, queries, bits), processor in product(SIZES, target.processors):
         records = RecordLayout.from_bits(dim, value_dim, bits)
@@ -116,7 +116,7 @@ def list_builds(target: Target) -> list[Build]:
 
 
 def is_clean(target: Target, build: Build) -> bool:
-    """Whether it compiles without a warning."""
+    """Whether the build compiles without a warning. Prints the outcome."""
     left_out = "-w", "-march=native", "-mcpu=native", "-shared", "-O3"
     flags = [flag for flag in building.FLAGS if flag not in left_out]
     told = f"{target.tell}={build.processor}", *WARNINGS, *UNWARNED.get(build.processor, ())

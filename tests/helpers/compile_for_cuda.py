@@ -1,9 +1,9 @@
-"""Compile for CUDA devices that need not be there: `python tests/helpers/compile_for_cuda.py few`.
+"""Compiles Triton's kernels for CUDA devices, none of which is needed: `python tests/helpers/compile_for_cuda.py few`.
 
-The kernels are those of decode steps, of prompts and of latents, and those that store tokens. The interpreter accepts
-kernels that the compiler refuses. Prints, for each, the shared memory a program takes; exits with an error if one does
-not compile, spills registers to memory, takes more than the device has, or reads the bulk in copies of less than 16
-bytes, records in less than whole words.
+The kernels are those of decode steps, of prompts and of latents, and those that store tokens. The compiler refuses some
+kernels that Triton's interpreter accepts. Prints each kernel's shared memory of a program. Exits with an error if one
+does not compile, spills registers, or needs more shared memory than the device has. So it does if a kernel copies the
+bulk by less than 16 bytes, or records by less than 4.
 """
 
 import re
@@ -16,17 +16,18 @@ from eval.shared.compiling import Compiled, Recorder, Step, record_absorbing, re
 from qada_cache.kernels import triton as triton_decode
 from qada_cache.kernels.triton import latents
 
-SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may take, by compute capability
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes of shared memory a program, by compute capability
 
 
 def check_usage(compiled: Compiled, capability: int) -> None:
-    """Registers are as the newest Triton chooses them: with an older one a few spill."""
+    """Assert that a kernel fits into shared memory and spills no registers. Older Tritons let a few spill."""
     assert compiled.shared <= SHARED[capability], "more shared memory than the device has"
     if triton.__version__ >= "3.7":
         assert compiled.stack == 0, f"spills registers: {compiled.usage}"
 
 
 def check(recorder: Recorder, capability: int, step: Step) -> None:
+    """Compile one kernel of a decode step; check its memory, its copies of the bulk, and its products of codes."""
     compiled, kernel = Compiled(recorder, capability), recorder.kernel
     print(
         f"sm_{capability} {step.dtype} dim {step.dim}, {step.value_dim} group {step.group} bits {step.bits} and "
@@ -42,7 +43,7 @@ def check(recorder: Recorder, capability: int, step: Step) -> None:
 
 
 def check_prompts(few: bool) -> None:
-    """Kernels that read prompts by selection."""
+    """Compile and check the kernels that read prompts by selection."""
     usual = [(90, 128, 4, 128), (80, 128, 4, 64)]
     rest = [(89, 128, 8, 128), (80, 80, 1, 128), (90, 64, 3, 128), (90, 80, 1, 128), (80, 128, 4, 128)]
     rest += [(90, 128, 4, 64), (89, 128, 8, 64), (80, 80, 1, 64), (90, 64, 3, 64)]
@@ -55,7 +56,7 @@ def check_prompts(few: bool) -> None:
 
 
 def check_latents(few: bool) -> None:
-    """Kernels of latent attention, whose tokens are read 16 bytes at a time."""
+    """Compile and check the kernels of latent attention, which read tokens 16 bytes at a time."""
     usual = [(90, 576, 512, 16, torch.bfloat16, 16), (90, 576, 512, 128, torch.bfloat16, 8)]
     rest = [(89, 576, 512, 128, torch.float16, 16), (80, 576, 512, 128, torch.bfloat16, 16)]
     rest += [(80, 288, 256, 40, torch.bfloat16, rung) for rung in (16, 8)] + [(89, 576, 512, 128, torch.float16, 4)]
@@ -81,8 +82,8 @@ def check_absorbing(few: bool) -> None:
 
 
 def main() -> None:
-    """Some of the many combinations: every group rule and dtype, the largest sizes, odd sizes, no bulk; each with a
-    sketch, with records and without. The first argument says whether the "few" that most people meet, or the "rest"."""
+    """Compile and check a choice of the many combinations: every group rule and dtype, the largest sizes, odd sizes, no
+    bulk; each with a sketch, with records and without. The first argument is "few", for usual ones, or "rest"."""
     few = sys.argv[1] == "few"
     count = {"bulk_read_bytes": torch.zeros((), dtype=torch.int64)}
     any_head = {"group_rule": "any"}

@@ -1,4 +1,4 @@
-"""Whether kernels can be compiled here, and those that were."""
+"""C++ compilers in tests: whether one is here, instruction sets to compile for, and builds that tests share."""
 
 import ctypes
 import functools
@@ -16,7 +16,7 @@ from qada_cache.kernels.cpu.process import run_command
 
 
 def compiler() -> str | None:
-    """The one that would be used."""
+    """The path of the C++ compiler that the package would use, or None."""
     try:
         return building.find_compiler()
     except OSError:
@@ -28,7 +28,7 @@ needs_vectors = pytest.mark.skipif(
     not prompt.has_instructions(), reason="this processor has neither AVX2 with FMA nor NEON"
 )
 
-# Sets of instructions that kernels for prompts are written for.
+# `SETS`: by name, the sets of instructions that kernels for prompts are written for, from the least to the newest.
 LEAST = (processor.find_kind(prompt.read_instructions()) or processor.X86).needed
 OF_X86 = {"avx512f", "avx512bw", "avx512dq"}, {"avx512_bf16", "avx512_vnni"}, {"amx_tile", "amx_bf16"}
 MORE = OF_X86 if "avx2" in LEAST else ({"asimddp"}, {"bf16"}, {"none has these"})
@@ -37,15 +37,15 @@ SETS = {name: LEAST.union(*MORE[:count]) for count, name in enumerate(("least", 
 
 @pytest.fixture
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels for prompts are those of a processor that has these of `SETS`, and no others."""
+    """Kernels for prompts are compiled as for a processor with the set of `SETS` that the test's parameter names."""
     if not SETS[request.param] <= prompt.read_instructions():
         pytest.skip("the processor cannot run it")
     monkeypatch.setattr(prompt, "read_instructions", lambda: SETS[request.param])
 
 
 def build_once(patch: pytest.MonkeyPatch, kept: Path) -> None:
-    """Let the compiler compile nothing twice: libraries are `kept` in a folder, by names that are digests of all that
-    they are compiled from, and copied into a test's own empty cache folder."""
+    """Compile no library twice. The folder `kept` holds libraries, by names that are digests of all that they are
+    compiled from; they are copied into a test's own empty cache folder."""
     build = building._build
 
     def copy_or_build(compiler: str, source: Path, macros: tuple[str, ...], name: str) -> ctypes.CDLL:
@@ -63,12 +63,12 @@ def build_once(patch: pytest.MonkeyPatch, kept: Path) -> None:
 
 
 def parse_headers_once(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let the compiler parse once, into `folder`, what sources include of others' headers: half a second of a build.
-    What each of them would be without it `make check` compiles."""
+    """Have the system's headers that sources include parsed once, into `folder`: they take half a second of a build.
+    `make check` compiles each source without this."""
     if (found := compiler()) is None:
         return
     command, run = [found, *building.FLAGS], building.run_command
-    first = threading.Lock()  # a prompt's own build, and those in the background: the other waits for the header
+    first = threading.Lock()  # builds run in several threads; all but the first wait for the header
 
     @functools.cache
     def parse() -> list[str]:
@@ -89,11 +89,11 @@ def parse_headers_once(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(building, "run_command", run_with)
 
 
-_compiled: dict[tuple[str, ...], bytes] = {}  # by what the compiler was told, but for names of tests
+_compiled: dict[tuple[str, ...], bytes] = {}  # libraries by the compiler's arguments without output and `-DTEST=`
 
 
 def compile_once(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Stands in for `building.run_command`: what one test had compiled another one gets as if it had been."""
+    """Stands in for `building.run_command`: for a command that an earlier test ran, it copies that output file."""
     key, output = tuple(part for part in command[:-1] if not part.startswith("-DTEST=")), Path(command[-1])
     if key in _compiled:
         output.write_bytes(_compiled[key])

@@ -1,4 +1,4 @@
-"""One decode step, and the float64 reference's answer to it."""
+"""One decode step, and the float64 reference's decisions, selection and outputs for it."""
 
 import itertools
 import math
@@ -22,34 +22,35 @@ QUERY, ROWS = ("scaling", "log_bulk", "sink_logits"), ("local", "pending", "bulk
 
 
 def step_of(**kwargs: Any) -> tuple[Query, Rows, Operands]:
-    """What a kernel is told, by the fields of all three; `query` are the queries themselves."""
+    """The three arguments of a kernel, from the fields of all three; `query` is the tensor of queries."""
     query = Query(kwargs.pop("query"), **{name: kwargs.pop(name, None) for name in QUERY})
     return query, Rows(**{name: kwargs.pop(name) for name in ROWS}), Operands(**kwargs)
 
 
 def within_widest_gap(ranked: list[float], least: float) -> float:
+    """The middle of the widest gap between neighbours of sorted numbers, which must be wider than `least`."""
     gap, middle = max((high - low, (high + low) / 2) for low, high in itertools.pairwise(ranked))
     assert gap > least
     return middle
 
 
 class Scene(StepBuffers):
-    """A step with what float64 decides, selects and computes of it."""
+    """`StepBuffers` with the float64 reference's decisions, selection and outputs."""
 
     def _queries(self, row: int, head: int) -> Tensor:
         return self.query[row, head * self.group : (head + 1) * self.group, 0]
 
     def _head_kwargs(self, row: int, head: int) -> dict[str, Any]:
-        """What `sketch_reference` is to know of a KV head."""
+        """Arguments of `sketch_reference`'s functions for one KV head: queries `[group, dim]`, sketch and length."""
         kwargs = {"query": self._queries(row, head), "sketch": self.sketch[row, head]}
         return kwargs | {"length": self.counts[row], "scaling": self.scaling}
 
     def estimates(self, row: int, head: int) -> Tensor:
-        """What `estimates` says of one KV head's bulk `[group, tokens]`."""
+        """`sketch_reference.estimates` of one KV head's bulk: scores `[group, tokens]`."""
         return estimates(**self._head_kwargs(row, head))
 
     def log_shares(self, row: int, head: int) -> Tensor:
-        """What `log_shares` says of it `[group, tokens]`."""
+        """`sketch_reference.log_shares` of one KV head's bulk `[group, tokens]`."""
         keys = self.keys[row][head]
         near = torch.cat([keys[:SINKS], keys[SINKS + self.counts[row] :]])
         masses = [log_mass(query=one, keys=near, scaling=self.scaling) for one in self._queries(row, head)]
@@ -57,13 +58,14 @@ class Scene(StepBuffers):
         return log_shares(estimates=self.estimates(row, head), log_buffer=buffer, bulk_tokens=sum(self.bulk[row]))
 
     def _with_sinks(self, masses: Tensor, head: int) -> Tensor:
-        """Logs of masses `[group]` of a KV head's queries, with learned sinks."""
+        """Log masses `[group]` of a KV head's queries, with learned sinks added."""
         if self.sink_logits is None:
             return masses
         return torch.logaddexp(masses, self.sink_logits[head * self.group : (head + 1) * self.group].double())
 
     def token_threshold(self, share: float = 0.2) -> float:
-        """One by which a query head asks for about this share of the bulk, and no token by rounding."""
+        """A `token_threshold` at which query heads select about this `share` of the bulk, far enough from every token's
+        share that rounding decides about none."""
         ranked = sorted(
             value for row in self.sketched_rows() for head in range(self.kv_heads)
             for value in self.log_shares(row, head).flatten().tolist()
@@ -72,9 +74,9 @@ class Scene(StepBuffers):
         return math.exp(within_widest_gap(middle, least=1e-4))
 
     def selected(self, flags: Tensor, token_threshold: float) -> dict[tuple[int, int], Tensor]:
-        """Of KV heads with a flagged head, by row and head: bool `[tokens]`, what they read of a sketched bulk.
+        """The tokens of a sketched bulk that KV heads with a flagged head read, by row and head: bool `[tokens]`.
 
-        Without those that find the sketch unreliable.
+        Heads whose sketch is unreliable are left out: they read all.
         """
         return {
             (row, head): (self.log_shares(row, head) >= math.log(token_threshold))[flags[row, head, :, 0]].any(dim=0)
@@ -84,12 +86,12 @@ class Scene(StepBuffers):
         }  # fmt: skip
 
     def half_variance(self, row: int, head: int) -> Tensor:
-        """What `half_variance` says of it `[group]`."""
+        """`sketch_reference.half_variance` of one KV head's bulk `[group]`."""
         return half_variance(**self._head_kwargs(row, head))
 
     def rough_for_some(self, flags: Tensor) -> tuple[float, int]:
-        """What `UNRELIABLE` is to be for half of the KV heads with a flagged head to find the sketch reliable, and how
-        many these are."""
+        """A value of `UNRELIABLE` at which the sketch is reliable for half of the KV heads with a flagged head, and how
+        many that half is."""
         spreads = sorted(
             float(self.half_variance(row, head)[flags[row, head, :, 0]].max())
             for row in self.sketched_rows() for head in range(self.kv_heads) if flags[row, head].any()
@@ -98,14 +100,15 @@ class Scene(StepBuffers):
         return sum(spreads[half - 1 : half + 1]) / 2, half
 
     def sketch_read_bytes(self, selected: dict[tuple[int, int], Tensor], flags: Tensor) -> int:
-        """What is read of the sketch, where `selected` is."""
+        """Bytes of the sketch that are read to make the selection `selected`."""
         sizes = {"dim": self.dim, "value_dim": self.stored[1].shape[3], "bits": self.bits}
         return sum(sketch_bytes(len(tokens), **sizes) for tokens in selected.values())
 
     def decision_arguments(
         self, device: str = "cpu", *, threshold: float = 0.5, group_rule: str = "head", criterion: Any = "gaussian"
     ) -> dict[str, Any]:
-        """Of what `step_of` takes, what decides: as for `reference.decide`."""
+        """The arguments of `step_of` that decide: log_bulk float32 `[batch, kv_heads, group, 1]`, the threshold's logit
+        and the group rule. The keywords are as for `reference.decide`."""
         log_bulk = torch.full((self.batch, self.kv_heads, self.group, 1), torch.inf)
         cut = 0.0
         if isinstance(criterion, Tensor):
@@ -122,7 +125,7 @@ class Scene(StepBuffers):
     def step_arguments(
         self, device: str = "cpu", token_threshold: float | None = None, *, pin: bool = False, **decision: Any
     ) -> dict[str, Any]:
-        """All that `step_of` takes. Where there is a sketch, tokens are selected; by default about a fifth of them."""
+        """All arguments of `step_of`. With a sketch tokens are selected, by default about a fifth of them."""
         made = self.arguments(device, pin=pin) | self.decision_arguments(device, **decision)
         if not self.bits:
             return made
@@ -141,14 +144,15 @@ class Scene(StepBuffers):
         return given | {"scaling": self.scaling} | SIZES
 
     def masses(self, row: int) -> list[tuple[float, float]]:
-        """What the heads of a row compare, by `log_masses` and learned sinks."""
+        """(log A_local, log A_bulk) of each query head of a row: `log_masses`, with learned sinks in A_local."""
         masses = log_masses(criterion="gaussian", **self._decision(row))
         local = torch.tensor([log_local for log_local, _ in masses], dtype=torch.float64).split(self.group)
         local = torch.cat([self._with_sinks(part, head) for head, part in enumerate(local)])
         return [(mass, log_bulk) for mass, (_, log_bulk) in zip(local.tolist(), masses, strict=True)]
 
     def threshold(self, group_rule: str = "head") -> float:
-        """One that calls about half of the heads local, and none by rounding."""
+        """A `threshold` at which about half of the heads are local, far enough from every head's fraction that rounding
+        decides about none."""
         shares = []
         for row in self.decided_rows():
             masses = self.masses(row)
@@ -158,7 +162,8 @@ class Scene(StepBuffers):
         return within_widest_gap(sorted(shares)[len(shares) // 4 : -(len(shares) // 4)], least=1e-3)
 
     def flags(self, **decision: Any) -> Tensor:
-        """Bool `[batch, kv_heads, group, 1]`, what the reference decides; `decision` as for `reference.decide`."""
+        """The reference's decisions, bool `[batch, kv_heads, group, 1]`, True = long-context; `decision` is as for
+        `reference.decide`."""
         flags = torch.zeros(self.batch, self.kv_heads * self.group, dtype=torch.bool)
         for row in self.decided_rows():
             if self.sink_logits is None:
@@ -169,7 +174,8 @@ class Scene(StepBuffers):
         return flags.view(self.batch, self.kv_heads, self.group, 1)
 
     def check(self, out: Tensor, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> None:
-        """`out` `[batch, heads, 1, value_dim]` against float64, by flags and `selected`, within `error_budget`."""
+        """Assert that `out` `[batch, heads, 1, value_dim]` is within `error_budget` of float64, under these decisions
+        and this selection."""
         assert out.dtype == self.dtype
         assert out.isfinite().all()
         for row, (keys, values, length) in enumerate(zip(self.keys, self.values, self.lengths, strict=True)):
@@ -177,7 +183,7 @@ class Scene(StepBuffers):
                 continue
             local = ~flags[row].flatten()
             mask = visible(local=local, position=length - 1, tokens=length, **SIZES)
-            # What stands for the tokens that are not read: its weight, its value.
+            # The substitute for the tokens that are not read: log of its weight, and its value.
             rest = torch.full((len(local), 1), -torch.inf, dtype=torch.float64)
             stead = torch.zeros(len(local), values.shape[2], dtype=torch.float64)
             for head in range(self.kv_heads):

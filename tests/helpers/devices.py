@@ -1,7 +1,8 @@
-"""Devices that are not there, `maia:0`, `maia:1` and so on: the CPU computes, and every tensor says where it lies.
+"""Fake devices, `maia:0`, `maia:1` and so on: the CPU computes, and every tensor names its device.
 
-Tensors on two devices cannot meet, as on real ones, but for numbers, and indices on the host. So what runs here has
-brought its tensors to the right device first. Streams and pinned memory are missing: nothing comes late.
+An operation on tensors of two devices raises, as on real ones, except with numbers and with indices on the host. So
+code that runs here moves its tensors to the right device first. There are no streams and no pinned memory: every
+operation is done when it returns.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ KIND = "maia"  # torch knows the name, and comes without code for it
 
 
 class DeviceTensor(Tensor):
-    """A tensor on such a device; `here` is what computes. To torch's own code it is on "meta", which it can guard."""
+    """A tensor on a fake device. `here` is the CPU's tensor that computes, `place` the device. For torch's own C++ code
+    it is on "meta", for which that has device guards."""
 
     here: Tensor
     place: torch.device
     device = property(lambda self: self.place)  # type: ignore[assignment]
     is_meta = False  # type: ignore[assignment]
 
-    # What torch's own would do beside: to make results ones of this class, which `_run` does.
+    # The default would make results instances of this class. `_run` does that.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -49,7 +51,7 @@ class _Devices(TorchDispatchMode):
 
 
 class _Numbers(TorchFunctionMode):
-    """What torch itself makes of numbers goes past `_Devices`: it is made here, and moved."""
+    """Makes on the CPU, and then moves, the tensors that torch makes of numbers without a call of `_Devices`."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -65,12 +67,12 @@ class _Numbers(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-_missing: set[torch.dtype] = set()  # that the devices do not have
+_missing: set[torch.dtype] = set()  # dtypes that the devices lack
 
 
 @contextmanager
 def devices(*, without: torch.dtype | None = None) -> Iterator[None]:
-    """Tensors can be made on, and moved to and from, devices that are not there, and that lack one dtype perhaps."""
+    """Inside, tensors can be made on fake devices, and moved to and from them. The devices lack the dtype `without`."""
     _missing.update({without} - {None})
     try:
         with _Devices(), _Numbers():
@@ -80,6 +82,7 @@ def devices(*, without: torch.dtype | None = None) -> Iterator[None]:
 
 
 def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call an operator of torch on the CPU's tensors; return results on the device of its arguments."""
     tensors = [value for value in _leaves((*args, *kwargs.values())) if isinstance(value, Tensor)]
     name = function._schema.name
     place = kwargs.get("device") or next((value.device for value in tensors if isinstance(value, DeviceTensor)), None)
@@ -106,7 +109,7 @@ def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_together(function: Any, name: str, tensors: list[Tensor]) -> None:
-    """Raise unless these lie on one device; numbers may lie elsewhere, and indices on the host."""
+    """Raise unless these tensors are on one device; tensors of one number may be elsewhere, and indices on the host."""
     if "index" in name:
         tensors = [
             value for value in tensors if isinstance(value, DeviceTensor) or value.dtype not in (torch.long, torch.bool)
@@ -117,7 +120,7 @@ def _check_together(function: Any, name: str, tensors: list[Tensor]) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Those of torch's own `tree_leaves`, for which it takes several times as long, at every operation."""
+    """The leaves of nested tuples and lists. Torch's `tree_leaves` takes several times as long, at every operation."""
     for part in value:
         if isinstance(part, (tuple, list)):
             yield from _leaves(part)

@@ -1,8 +1,8 @@
-"""Whether a bound step launches what Triton would: `python tests/helpers/direct_launches.py`.
+"""Checks that a bound step launches what Triton would: `python tests/helpers/direct_launches.py`.
 
-On a driver that launches nothing. Exits with an error unless a kernel that is called without Triton's looking for it
-gets the arguments, in order, that Triton gave it, and unless Triton is asked again where it compiles anew. Kernels of a
-step have to be compiled side by side, each once.
+The driver is a stand-in that launches nothing. Exits with an error unless a kernel that the package calls directly gets
+the same arguments in the same order as through Triton. Nor may a step call kernels directly if Triton would compile
+another variant. Kernels of a step have to be compiled side by side, each once.
 """
 
 from dataclasses import replace
@@ -20,8 +20,8 @@ from qada_cache.kernels.triton import fused_decode
 
 
 def launch(query: Query, rows: Rows, layer: Operands) -> tuple[list[tuple[str, list[Any]]], list[bool]]:
-    """Kernels with their arguments, but the two tensors that are new in each step; and of each that Triton looked for,
-    whether it was to be launched at once."""
+    """Run a decode step. Return the names and arguments of launched kernels, with "new" for tensors that each step
+    makes; and for each kernel that was called through Triton, whether Triton was to launch it at once."""
     Launcher.launched.clear()
     compiles = {"autospec": True, "side_effect": JITFunction._do_compile}
     looked_for = mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run)

@@ -1,8 +1,8 @@
-"""The C++ kernels as a 64-bit Arm processor runs them, emulated: a plugin of pytest, so that the kernels' own tests
-compare them with float64 (`make check-arm`).
+"""A plugin of pytest that runs the C++ kernels on an emulated 64-bit Arm processor, so that the kernels' own tests
+compare them with float64 there (`make check-arm`).
 
-Libraries are built by a cross compiler. Each call of one goes to `runner.cpp` under QEMU, with copies of the memory of
-all tensors that the call has addresses of.
+A cross compiler builds the libraries. Each call of a kernel goes to `runner.cpp` under QEMU, with copies of the memory
+of all tensors whose addresses are among its arguments.
 """
 
 import ctypes
@@ -25,14 +25,14 @@ from qada_cache.kernels.cpu import building, compiler, prompt
 
 HERE = Path(__file__).parent
 TOOLS = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-SYSTEM = "/usr/aarch64-linux-gnu"  # where the cross compiler's libraries are
+SYSTEM = "/usr/aarch64-linux-gnu"  # folder of the cross compiler's libraries
 ARM = frozenset({"asimd", "asimddp", "bf16"})
 _folder: tempfile.TemporaryDirectory[str] | None = None  # of the runner
 _seen: dict[int, torch.UntypedStorage] = {}  # by address: memory of tensors whose address was asked for
 
 
 class Runner:
-    """A process that runs kernels: `command` and the runner, built by `compiler`."""
+    """A process that runs kernels: the program `runner.cpp`, built by `compiler` and started by `command`."""
 
     def __init__(self, compiler: str, folder: Path, command: tuple[str, ...] = ()) -> None:
         runner = folder / "runner"
@@ -40,8 +40,8 @@ class Runner:
         self._process = subprocess.Popen([*command, str(runner)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def call(self, path: str, name: str, arguments: bytes, pointers: dict[int, int]) -> int:
-        """What the function returns. `pointers` lie at these places of the arguments; what they point to is as it has
-        left it."""
+        """Call the function `name` of the library at `path`; return its result. `pointers` maps byte offsets in
+        `arguments` to addresses of tensors, whose memory is then as the function left it."""
         storages, placed = list[torch.UntypedStorage](), []
         for place, pointer in pointers.items():
             storage = find_storage(pointer)
@@ -72,7 +72,7 @@ class Runner:
 
 
 class Library:
-    """As `ctypes.CDLL` of a kernel's library, which a runner has."""
+    """Stands in for the `ctypes.CDLL` of a kernel's library that `runner` has loaded."""
 
     def __init__(self, runner: Runner, path: str) -> None:
         self._runner, self._path = runner, os.path.realpath(path)
@@ -84,7 +84,7 @@ class Library:
 
 
 class Function:
-    """As a function of a library, of one structure or of numbers."""
+    """Stands in for a function of a library, which takes one structure, or numbers."""
 
     argtypes: Any = None
     errcheck: Callable[..., Any] | None = None
@@ -105,7 +105,7 @@ class Function:
 
 
 def list_pointers(structure: ctypes.Structure, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Places and values."""
+    """The byte offset in the structure and the address of each pointer that is not null."""
     for name, kind, *_ in structure._fields_:
         place, value = start + getattr(type(structure), name).offset, getattr(structure, name)
         if isinstance(value, ctypes.Structure):
@@ -115,7 +115,7 @@ def list_pointers(structure: ctypes.Structure, start: int = 0) -> Iterator[tuple
 
 
 def find_storage(pointer: int) -> torch.UntypedStorage:
-    """That of a tensor whose address was asked for."""
+    """The storage that has this address, among tensors whose `data_ptr` was called."""
     for address, storage in _seen.items():
         if address <= pointer < address + max(1, storage.nbytes()):
             return storage
@@ -123,8 +123,8 @@ def find_storage(pointer: int) -> torch.UntypedStorage:
 
 
 def use(runner: Runner, patch: Callable[[Any, str, Any], None]) -> None:
-    """Have `runner` run what is loaded from now on; know the memory of every tensor whose address is asked for, and
-    keep it."""
+    """Have `runner` run the libraries that are loaded from now on. Keep the storage of every tensor whose `data_ptr` is
+    called, for `find_storage`."""
     find_address = torch.Tensor.data_ptr
 
     def data_ptr(tensor: torch.Tensor) -> int:
@@ -137,7 +137,7 @@ def use(runner: Runner, patch: Callable[[Any, str, Any], None]) -> None:
 
 
 def pytest_load_initial_conftests() -> None:
-    """Emulate, from here on: before anything asks which processor this is."""
+    """Emulate from here on, before any code asks which processor this is."""
     if not all(map(shutil.which, TOOLS)):
         sys.exit(f"this needs {' and '.join(TOOLS)}: apt-get install g++-aarch64-linux-gnu qemu-user-static")
     platform.machine = lambda: "aarch64"
@@ -150,5 +150,5 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """A test's tensors are kept for itself."""
+    """Forget the storages of earlier tests."""
     _seen.clear()

@@ -1,4 +1,4 @@
-"""Other processes that need not import what takes seconds: copies of this one."""
+"""Forks of this process, which need not import again what takes seconds to import."""
 
 import os
 import traceback
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def fork(run: Callable[[], Any]) -> int:
-    """The number of a process that runs this, and ends well if it returns something."""
+    """Start a process that calls `run`; return its id. It ends with 0 if `run` returns something true, else with 1."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # there are other threads
         if child := os.fork():
@@ -23,5 +23,5 @@ def fork(run: Callable[[], Any]) -> int:
 
 
 def wait(child: int) -> int:
-    """How it ended: 0, what it said, or the number of the signal that ended it, negative."""
+    """Wait for a process to end; return its exit code, or minus the number of the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,4 +1,4 @@
-"""Caches that hold short prompts, and their decode steps."""
+"""Caches that hold short prompts, and decode steps on them, for tests of captured graphs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from qada_cache.versions import pass_cache
 
 
 def make(model: PreTrainedModel, **options: Any) -> QAdACache:
+    """An empty cache with small sinks and window (`SMALL`), which decides by its own prompt's moments."""
     return QAdACache(model, **{**SMALL, "moments": "current", **options})
 
 
 def decode(model: PreTrainedModel, cache: QAdACache, tokens: int, start: int = 0) -> torch.Tensor:
-    """Logits of a prompt, unless there is one, and of so many tokens behind it, one by one."""
+    """Give the model one token at a time, `tokens` in all, from the one at `start` behind a prompt of 60. At `start` 0
+    the prompt is read first. Returns the decoded tokens' logits `[tokens, 1, vocabulary]`."""
     ids = prompt(90)[0].to(model.device)
     if not start:
         model(ids[:, :60], **pass_cache(cache), logits_to_keep=1)

@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 def make_config(layers: int = 1) -> LlamaConfig:
-    """Of layers with two KV heads, of two query heads each and of 16 channels."""
+    """A Llama's config: two KV heads of two query heads each, 16 channels a head."""
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2
     )
@@ -42,7 +42,7 @@ def make_config(layers: int = 1) -> LlamaConfig:
 
 
 class FakeAttention(nn.Module):
-    """What the attention function reads of a transformers attention module."""
+    """Has the attributes of a transformers attention module that the attention function reads."""
 
     def __init__(self, config: LlamaConfig, *, groups: int, layer_idx: int = 0) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Inputs:
             torch.randn(batch, heads, tokens, dim, generator=self.generator)
             for heads, dim in ((self.kv_heads, self.dim), (self.kv_heads, self.value_dim), (self.heads, self.dim))
         )
-        made = keys + 0.5, values, 1.5 * queries  # a mean, so that the estimate of the bulk's needs it
+        made = keys + 0.5, values, 1.5 * queries  # keys have a mean, without which estimates of the bulk would be off
         return tuple(tensor.to(self.device, self.dtype) for tensor in made)
 
 
@@ -92,12 +92,12 @@ def transformers_mask(valid: Tensor, queries: int) -> Tensor | None:
 
 
 def find_kernel(*call: Any) -> Any:
-    """The choice for a call, as a cache that is built now is asked for kernels."""
+    """`choose_kernel` for a call, with the kernels that a cache built now would use."""
     return choice.choose_kernel(*call, choice.resolve_kernels(None))
 
 
 def make_shared(**options: Any) -> Shared:
-    """What a layer 0 shares with no other."""
+    """`Shared` state of a cache that manages layer 0 alone, with `OPTIONS` and these options."""
     asked = {"kernels": choice.resolve_kernels(None)} | OPTIONS | options
     return Shared(Options(**asked), ManagedModel("llama", layers=(0,)))
 
@@ -129,9 +129,8 @@ class Driver:
     def __call__(
         self, keys: Tensor, values: Tensor, queries: Tensor, mask: Tensor | None, *, scaling: float, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs `[batch, heads, tokens, dim]`; bool flags of the same leading shape, True = local.
-
-        The flags are None when the call was exact: nothing was decided.
+        """Append keys and values to the layer and attend from the queries. Returns outputs `[batch, heads, tokens,
+        dim]`, and bool flags `[batch, heads, tokens]`, True = local; None if the call was exact, without decisions.
         """
         seen = []
         original = Counters.count

@@ -1,4 +1,4 @@
-"""What this process takes of the machine's memory (Linux)."""
+"""Measures this process's memory (Linux)."""
 
 import gc
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def taken() -> int:
-    """Bytes that this process takes, but for files; pages that it maps several times count once.
+    """Bytes of memory of this process, without files that it maps. Pages that it maps several times count once.
 
-    Files are left out: its part of torch's own grows when another process of the tests ends.
+    Its share of torch's libraries, which are files, would grow whenever another process of the tests ends.
     """
     gc.collect()
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -18,6 +18,7 @@ def taken() -> int:
 
 @contextmanager
 def takes_at_most(size: float) -> Iterator[None]:
+    """Assert that the block leaves this process with at most `size` bytes more."""
     before = taken()
     yield
     assert taken() - before <= size

@@ -1,4 +1,4 @@
-"""Models with latent attention, and what every test of them compares with."""
+"""Models with latent attention, and comparisons that their tests share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPLIT = [100, 30, 3, 1, 40, 1]  # tokens: a prompt, a long turn and a short one,
 
 
 def make_indexed(kind: str, **changes: Any) -> PreTrainedModel:
-    """A tiny model of one of these kinds."""
+    """A tiny model of a kind of `INDEXED`; skips the test if this transformers lacks it. `changes` go to its config."""
     if not hasattr(transformers, f"{kind}ForCausalLM"):
         pytest.skip("this transformers does not have it")
     own = {**FAMILIES["deepseek_v3"][1], **INDEXED[kind]}
@@ -44,13 +44,15 @@ def make_indexed(kind: str, **changes: Any) -> PreTrainedModel:
 
 
 def assert_near(model: PreTrainedModel, got: Tensor, wanted: Tensor) -> None:
+    """Assert that logits differ by at most four times the model's own rounding."""
     budget = 4 * rounding(model, prompt(sum(SPLIT))[0])
     assert budget < 1e-3  # or it would say nothing
     torch.testing.assert_close(got, wanted, rtol=0, atol=budget)
 
 
 def note_ways(monkeypatch: pytest.MonkeyPatch, how: str) -> list[str]:
-    """Attend to cached tokens in one way, whichever is cheaper. Returns how calls went about it."""
+    """Have latent attention compute by `how`: "absorbed", "expanded" or the "cheaper" of both. Returns a list, to which
+    each call adds the way that it took."""
     found: list[str] = []
     for name in ("absorbed", "expanded"):
         original = getattr(LatentAttention, f"_attend_{name}")
@@ -66,8 +68,8 @@ def note_ways(monkeypatch: pytest.MonkeyPatch, how: str) -> list[str]:
 
 
 def check_copies_files_crops_and_rows(model: PreTrainedModel, folder: Path) -> list[QAdACache]:
-    """A text goes on as by `DynamicCache` in a copy, a fork and a loaded file, after a crop that reaches back into the
-    bulk and rows in another order. Returns these caches, and the one that they come from."""
+    """Assert that a copy, a fork and a loaded file continue a text as `DynamicCache` does, after a crop into the bulk
+    and a reordering of rows. Returns these caches, and last the one that they come from."""
     ids, mask = prompt(150, 131)
     rest = prompt(30, 30, seed=9)[0]
     seen = torch.cat([mask, torch.ones_like(rest)], dim=1)

@@ -1,4 +1,4 @@
-"""A cache of one layer, and ways in which it comes to hold the same tokens; what it then has follows from these."""
+"""A cache of one layer, and several ways to bring the same tokens into it; its state must not depend on the way."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from qada_cache import QAdACache
 
 SINKS, WINDOW = 3, 8
-TOKENS = 2170  # of which the bulk has four segments
+TOKENS = 2170  # the bulk then has four segments
 ENERGIES = torch.exp(2 * torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(1)))
 
 
 class LayerScene:
-    """The cache, what drives it, and the tokens of two rows that it is to hold in the end."""
+    """The cache, its `Driver`, and `calls`: keys, values and queries of the tokens that its rows hold in the end."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.config, self.folder, self.dtype = make_config(), folder, dtype
         keys, values, queries = Inputs(5)(TOKENS)
-        # Keys that turn, so that segments are coded by unlike weights and centres.
+        # Keys change along the text, so that segments have unlike weights and centres.
         turn = torch.linspace(0, 3, TOKENS)[:, None] * torch.linspace(0.2, 1, 16)
         calls = keys * (1 + turn.sin().square()) + turn.cos(), values + keys, queries
         self.calls = tuple(tensor.to(dtype) for tensor in calls)
@@ -34,6 +34,7 @@ class LayerScene:
         self.drive(cache)
 
     def drive(self, cache: QAdACache) -> None:
+        """Go on with this cache."""
         self.cache = cache
         self.driver = Driver(cache.layers[0], module=self.module)
 
@@ -42,7 +43,8 @@ class LayerScene:
         return self.cache.layers[0].store.bulk
 
     def read(self, calls: tuple[Tensor, ...], *splits: int) -> Tensor:
-        """Calls of so many tokens; the last one has the rest. Returns its outputs."""
+        """Give the cache `calls`, keys, values and queries, in pieces of `splits` tokens, the last of the rest. Returns
+        the last piece's outputs."""
         rest = calls[0].shape[2] - sum(splits)
         for part in zip(*(tensor.split([*splits, rest], dim=2) for tensor in calls), strict=True):
             if part[0].shape[2]:
@@ -50,15 +52,15 @@ class LayerScene:
         return out
 
     def read_own(self, start: int = 0, stop: int = TOKENS) -> None:
-        """These of the tokens, in one call."""
+        """Give the cache tokens `start..stop` of `calls` in one piece."""
         self.read(tuple(tensor[:, :, start:stop] for tensor in self.calls))
 
     def draw(self, seed: int, tokens: int) -> tuple[Tensor, ...]:
-        """Other ones, for a call."""
+        """Keys, values and queries of other tokens, for `read`."""
         return tuple(tensor.to(self.dtype) for tensor in Inputs(seed)(tokens))
 
     def check(self) -> None:
-        """What the cache has, against what follows from its tokens."""
+        """Assert that the cache's state is the one that follows from its tokens."""
         raise NotImplementedError
 
 
@@ -67,12 +69,12 @@ def at_once(scene: LayerScene) -> None:
 
 
 def in_chunks(scene: LayerScene) -> None:
-    """Shorter than what makes a sketch, then of several segments, then of less than one."""
+    """The first chunk is too short for a sketch, the others have several segments, and less than one."""
     scene.read(scene.calls, 600, 1000, 300, 77)
 
 
 def token_by_token(scene: LayerScene) -> None:
-    """Across the place where a segment closes."""
+    """Single tokens across the place where a segment closes."""
     scene.read(scene.calls, 1600, *[1] * 200)
     assert scene.bulk.lengths[0] == TOKENS - SINKS - WINDOW
 
@@ -84,7 +86,7 @@ def cropped_within_the_open_segment(scene: LayerScene) -> None:
 
 
 def reordered(scene: LayerScene) -> None:
-    """A row twice, the other not, and on from there."""
+    """One row twice and the other dropped, before the rest of the tokens."""
     scene.read_own(0, 1500)
     scene.cache.reorder_cache(torch.tensor([1, 1]))
     scene.calls = tuple(torch.cat([t[[1, 1], :, :1500], t[:, :, 1500:]], dim=2) for t in scene.calls)
@@ -92,7 +94,7 @@ def reordered(scene: LayerScene) -> None:
 
 
 def selected(scene: LayerScene) -> None:
-    """From more rows."""
+    """The two rows are selected from three, before the rest of the tokens."""
     more = zip(scene.draw(7, 1400), scene.calls, strict=True)
     scene.read(tuple(torch.cat([other[:1], ours[:, :, :1400]]) for other, ours in more))
     scene.cache.batch_select_indices(torch.tensor([1, 2]))
@@ -100,7 +102,7 @@ def selected(scene: LayerScene) -> None:
 
 
 def copied(scene: LayerScene) -> None:
-    """While the other goes another way."""
+    """The copy reads the tokens, while the original reads others."""
     scene.read_own(0, 1500)
     first, twin = scene.cache, copy.deepcopy(scene.cache)
     scene.read(scene.draw(6, 900))
@@ -110,7 +112,7 @@ def copied(scene: LayerScene) -> None:
 
 
 def loaded(scene: LayerScene) -> None:
-    """Energies that a cache went by are not known when it is loaded: it goes on by them."""
+    """A loaded cache is not given the query energies of the saved one, but its sketch goes on by them."""
     scene.read_own(0, 1900)
     bits = scene.cache.options.bulk_bits
     scene.cache.save(scene.folder / "cache.safetensors")

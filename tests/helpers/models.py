@@ -1,7 +1,7 @@
 """Tiny random models by family, and the two ways the tests run them: `generate()`, and forced tokens.
 
-No end-of-sequence token, so that random models do not stop, and weights large enough (`initializer_range`) that
-attention is peaked and the best token leads the second by far more than rounding.
+They have no end-of-sequence token, so that they do not stop. Their weights are large (`initializer_range`), so that
+attention is peaked and the best token's logit exceeds the second's by far more than rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qada_cache import QAdACache
 from qada_cache.versions import pass_cache
 
 VOCABULARY = 97
-SMALL = {"sink_tokens": 4, "local_tokens": 20}  # so that a short prompt has a bulk
+SMALL = {"sink_tokens": 4, "local_tokens": 20}  # options of caches in which a short prompt has a bulk
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -71,7 +71,7 @@ _GEMMA3N = {
     "altup_num_inputs": 2,
 }
 
-# Family: the prefix of transformers' own classes, and what the family needs beside or instead of _COMMON.
+# By family: the prefix of transformers' classes, and config entries beside or instead of those of _COMMON.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
@@ -94,20 +94,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {"head_dim": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 2, "initializer_range": 0.1, **_HYBRID},
     ),
-    "diffllama": ("DiffLlama", {}),  # whose modules attend twice
+    "diffllama": ("DiffLlama", {}),  # its modules attend twice
     "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "gemma3n": ("Gemma3n", _GEMMA3N),
-    # Whose layers of full attention have wider heads, and fewer keys of their own.
+    # Its layers of full attention have wider heads, and most layers read another layer's keys.
     "gemma4": ("Gemma4", {**_SHARED, "global_head_dim": 16, "use_double_wide_mlp": True, "initializer_range": 0.2}),
-    # Not supported, each for a reason of its own.
+    # The rest is not supported, each for a reason of its own.
     "jetmoe": ("JetMoe", {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gptj": ("GPTJ", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 48, "rotary_dim": 4, "n_positions": 1024}),
 }
 
 
-LATENT = ("deepseek_v2", "deepseek_v3")  # whose tokens are all read exactly
-EAGER = ("gemma2", "gpt_oss", "gptj")  # transformers has no other attention for them
+LATENT = ("deepseek_v2", "deepseek_v3")  # latent attention: by default all tokens are read exactly
+EAGER = ("gemma2", "gpt_oss", "gptj")  # transformers has eager attention alone for them
 
 
 def tiny(
@@ -118,11 +118,12 @@ def tiny(
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> PreTrainedModel:
-    """A seeded random model of `family` in eval mode; `changes` go to its config; sdpa attention where there is one."""
+    """A seeded random model of `family` in eval mode. `changes` go to its config. Attention is sdpa by default, and
+    eager for `EAGER`."""
     prefix, needs = FAMILIES[family]
     suffix = "TextConfig" if family in ("gemma3", "gemma3n", "gemma4") else "Config"
     common = {} if family == "gptj" else _COMMON
-    if family == "gptj":  # whose config has names of its own, and aliases that refuse to be set
+    if family == "gptj":  # its config has names of its own, and aliases that refuse to be set
         common = {name: _COMMON[name] for name in ("vocab_size", "initializer_range", "tie_word_embeddings")}
         common |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     config = getattr(transformers, prefix + suffix)(**{**common, **needs, **changes})
@@ -133,10 +134,10 @@ def tiny(
 
 
 def uneven(kv_heads: dict[int, int]) -> PreTrainedModel:
-    """A seeded Llama whose layers differ in their KV heads, by layer."""
+    """A seeded Llama whose layers differ in their KV heads: `kv_heads` has the number of each layer."""
     sizes = {index: {"num_key_value_heads": count} for index, count in kv_heads.items()}
     model = tiny(num_hidden_layers=len(sizes), per_layer_config=sizes, allow_global_per_layer_attribute_access=True)
-    for index, count in kv_heads.items():  # which its modeling file does not look for
+    for index, count in kv_heads.items():  # transformers' Llama does not read `per_layer_config` itself
         module = model.model.layers[index].self_attn
         module.num_key_value_groups = 4 // count
         for name in ("k_proj", "v_proj"):
@@ -146,7 +147,7 @@ def uneven(kv_heads: dict[int, int]) -> PreTrainedModel:
 
 
 def prompt(*lengths: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Random token ids `[rows, max(lengths)]`, padded on the left with 0, and their attention mask."""
+    """Random token ids int64 `[rows, max(lengths)]`, padded on the left with 0, and their attention mask of 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -157,17 +158,18 @@ def prompt(*lengths: int, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def exact(model: PreTrainedModel, **options: Any) -> QAdACache:
-    """A cache whose every head reads everything: it must be indistinguishable from DynamicCache."""
+    """A cache at threshold 1: every head reads everything, so it must be indistinguishable from DynamicCache."""
     return QAdACache(model, **{"threshold": 1.0, **SMALL, **options})
 
 
 def dynamic(model: PreTrainedModel) -> DynamicCache:
-    """What every cache is compared with."""
+    """An empty `DynamicCache` for the model, which other caches are compared with."""
     return DynamicCache(config=model.config)
 
 
 def generate(model: PreTrainedModel, ids: Tensor, cache: Cache | None, *, tokens: int = 24, **options: Any) -> Any:
-    """`generate()`'s whole output, raw logits included; greedy unless `options` say otherwise; always seeded."""
+    """Generate `tokens` tokens behind `ids`; return `generate()`'s output object, with raw logits. Decoding is greedy
+    unless `options` differ, and always seeded."""
     torch.manual_seed(5)
     ids = ids.to(model.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **options}
@@ -182,7 +184,7 @@ def generate(model: PreTrainedModel, ids: Tensor, cache: Cache | None, *, tokens
 
 
 def logits_of(output: Any) -> Tensor:
-    """`[rows, generated tokens, vocabulary]` of an output of `generate`."""
+    """The logits `[rows, generated tokens, vocabulary]` of an output of `generate`."""
     return torch.stack(output.logits, dim=1)
 
 
@@ -190,9 +192,10 @@ def logits_of(output: Any) -> Tensor:
 def forced(
     model: PreTrainedModel, ids: Tensor, split: list[int], cache: Cache | None, mask: Tensor | None = None
 ) -> Tensor:
-    """Logits `[rows, tokens, vocabulary]` of `ids` given to the model in calls of `split` tokens (the last repeats).
+    """Give `ids` to the model in calls of `split` tokens, the last of which repeats. Returns logits `[rows, tokens,
+    vocabulary]`.
 
-    Forced tokens let two runs be compared that rounding might send down different paths.
+    Forced tokens keep two runs comparable: generated ones could differ by rounding, and then all that follows.
     """
     logits, start = [], 0
     split = list(split)
@@ -205,9 +208,9 @@ def forced(
 
 
 def rounding(model: PreTrainedModel, ids: Tensor) -> float:
-    """The model's own worst rounding error in its logits of `ids`: against itself in float64, without any cache.
+    """The largest error of the model's logits of `ids`, compared with the same model in float64, without any cache.
 
-    Two correct orders of the same sums differ by about this much; tests allow a few times it.
+    Sums in two orders differ by about this much, though both are correct. Tests allow a few times as much.
     """
     twin = tiny_like(model, torch.float64)
     with torch.no_grad():
@@ -216,28 +219,29 @@ def rounding(model: PreTrainedModel, ids: Tensor) -> float:
 
 
 def tiny_like(model: PreTrainedModel, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
-    """The same weights in another dtype, and with an attention implementation that no cache has switched."""
+    """A model with the same weights in another dtype, whose attention implementation no cache has switched."""
     config = type(model.config)(**{k: v for k, v in model.config.to_dict().items() if k not in ("dtype", "model_type")})
-    capped = getattr(config, "attn_logit_softcapping", None)  # which "sdpa" ignores, or does not take
+    capped = getattr(config, "attn_logit_softcapping", None)  # "sdpa" ignores it, or does not take it
     attention = attention or ("sdpa" if model._supports_sdpa and not capped else "eager")
-    # Batched, experts have no float64.
+    # Torch's batched kernels for experts have no float64.
     twin = type(model)._from_config(config, attn_implementation=attention, experts_implementation="eager").eval()
     twin.load_state_dict(model.state_dict())
     return twin.to(dtype)
 
 
 def assert_same(model: PreTrainedModel, got: Any, wanted: Any) -> None:
-    """The same tokens, and logits that differ by rounding: a few times the model's own on a text like this."""
+    """Assert that two outputs of `generate` have the same tokens, and logits that differ by at most four times the
+    model's own rounding."""
     assert torch.equal(got.sequences, wanted.sequences)
     budget = 4 * rounding(model, prompt(200)[0])
-    assert budget < 1e-3  # or the comparison would say nothing: logits have a standard deviation of 2
+    assert budget < 1e-3  # a larger one would let mistakes pass: logits have a standard deviation of 2
     assert (logits_of(got) - logits_of(wanted)).abs().max() <= budget
 
 
 @contextlib.contextmanager
 def limited_file_size(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes: writing fails as on a full disk."""
-    import resource  # which Windows has not
+    """Inside, no file of this process can grow beyond `size` bytes: writing more fails, as on a full disk."""
+    import resource  # Windows does not have it
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

@@ -1,4 +1,4 @@
-"""What torch is asked to do."""
+"""Records the operations of torch that a test calls."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode):
-    """Torch's operations, in the order in which they are called, views included."""
+    """Inside, `called` collects torch's operations in the order of their calls, views included."""
 
     def __init__(self) -> None:
         super().__init__()

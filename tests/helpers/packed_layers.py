@@ -1,4 +1,4 @@
-"""Stand-ins for linear layers whose weights a state dict does not have."""
+"""Stand-ins for linear layers whose weights are not in a state dict, as in libraries that pack or quantise them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 
 class Kept(nn.Module):
-    """In a linear layer's place, with a weight that is no parameter; what is registered is the same in every model."""
+    """Takes a linear layer's place, with its weight in no parameter and no buffer. Its one buffer is the same in every
+    model. Subclasses say where the weight lies: `keep` puts it there, `take` gets it."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class InFunction(Kept):
 
 
 class InList(Kept):
-    """A module that is not registered."""
+    """The weight lies in a module that is in a list, and so not registered."""
 
     def keep(self, weight: Tensor) -> None:
         linear = nn.Linear(1, 1)
@@ -92,7 +93,7 @@ class InList(Kept):
 
 
 class InExtraState(InBytes):
-    """Which alone says it."""
+    """The weight lies in bytes, and the layer's extra state has these bytes."""
 
     def get_extra_state(self) -> Any:
         return {"packed": self.packed, "version": 2}
@@ -105,7 +106,7 @@ _ELSEWHERE: list[Tensor] = []
 
 
 class Elsewhere(Kept):
-    """By a number, as a handle of a library, in a layer that says how long its inputs are."""
+    """The layer has a number alone, as the handle of a library that keeps the weight, and `in_features`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self.in_features = linear.in_features
@@ -120,7 +121,7 @@ class Elsewhere(Kept):
 
 
 class Unsaid(Elsewhere):
-    """And does not say how long."""
+    """As `Elsewhere`, without `in_features`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
@@ -128,7 +129,7 @@ class Unsaid(Elsewhere):
 
 
 class Opaque(Kept):
-    """In an object that shows nothing; the layer takes what no other layer takes."""
+    """As `Elsewhere`, and the extra state is an object without content. The layer refuses inputs `[1, 4]`."""
 
     def keep(self, weight: Tensor) -> None:
         _ELSEWHERE.append(weight)

@@ -1,4 +1,4 @@
-"""Pages of `qada report` of a tiny model, and what stands in them."""
+"""Pages that `qada report` makes of a tiny model, and readers of their elements and data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qada_cache import report
 from qada_cache.report.asking import Request
 
 OPTIONS: dict[str, Any] = {"moments": "current", "bulk_bits": 16, "kernels": "torch", "token_threshold": 1.0}
-OPTIONS |= {"sink_tokens": 4, "local_tokens": 44}  # a question fits the window
+OPTIONS |= {"sink_tokens": 4, "local_tokens": 44}  # a question fits into the window
 HOSTILE = (
     "</script><script>document.title = 'taken'</script> <!-- \"quoted\" 'twice' &amp; \\ \u2028 /* page.js */\r\n\t"
     "family: \U0001f469\u200d\U0001f469\u200d\U0001f467, Hebrew: \u05e9\u05dc\u05d5\u05dd, "
@@ -24,7 +24,8 @@ VOID = ("meta", "input")
 
 
 class Page(HTMLParser):
-    """What a page consists of; every element is closed in its turn."""
+    """A parsed page: `found` has tags with their attributes, `data` the text of the script with the id "data". Asserts
+    that elements are closed in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -53,6 +54,7 @@ def model(**changes: Any) -> Any:
 
 
 def make_page(document: str, question: str = "Who?", *, tokens: int = 1500, new_tokens: int = 6, **options: Any) -> str:
+    """The HTML that `report.report` makes of a question about a document. `options` are those of the cache."""
     made = request(document, question, tokens=tokens, new_tokens=new_tokens)
     return report.report(model(), tokenizer(), made, name="tiny", **{**OPTIONS, **options})
 
@@ -66,7 +68,7 @@ def read_data(page: str) -> dict[str, Any]:
 
 
 def unpack(record: str, heads: int) -> list[list[int] | None]:
-    """As the page's script does: None for all of the stored bulk."""
+    """Decode a record as the page's script does: for each head the positions that it read, None for the whole bulk."""
     stream, found = iter(base64.b64decode(record)), list[list[int] | None]()
 
     def number() -> int:

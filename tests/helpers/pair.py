@@ -1,4 +1,4 @@
-"""A cache layer in step with the float64 reference: every call goes to both, and is compared."""
+"""A cache layer and the float64 reference, which get the same calls and are compared after each."""
 
 import math
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from qada_cache.storage import TokenStore, bulk_sketch
 
 @dataclass
 class Tally:
-    """What a run has seen, so that a test can tell that it compared something."""
+    """Counts of a run's decisions, by which a test asserts that it compared something."""
 
     local: int = 0
     long_context: int = 0
-    skipped: int = 0
-    exact: int = 0
+    skipped: int = 0  # decisions that differ from the reference's by rounding
+    exact: int = 0  # calls, not decisions
 
 
 class Pair:
@@ -36,7 +36,7 @@ class Pair:
     Args:
         options: those of `Options` that differ from `OPTIONS`.
         scaling: multiplies the scores.
-        layer: the product's layer, if it exists already (in a `QAdACache`, say).
+        layer: the package's layer, if it exists already (in a `QAdACache`, say).
         module: as for `Driver`.
         heads, kv_heads: query heads and key-value heads.
     """
@@ -55,13 +55,13 @@ class Pair:
         self.groups, self.scaling = heads // kv_heads, scaling
         self.driver = Driver(layer, groups=self.groups, module=module)
         self.reference = ReferenceLayer(scaling=scaling, **reference_options(layer, heads=heads))
-        self.mask_form = lambda mask: mask  # how masks of calls on a filled cache are written down
+        self.mask_form = lambda mask: mask  # converts masks of calls on a filled cache, to 2-D or floats, say
         self.tally = Tally()
         self.decisions, self.local_heads, self.local_groups = 0, None, None
 
     @property
     def layer(self) -> QAdALayer:
-        """The product's layer."""
+        """The package's layer."""
         return self.driver.layer
 
     def update(
@@ -73,9 +73,11 @@ class Pair:
         *,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """One call to both; `valid` bool `[batch, tokens]`, None without padding. Returns the layer's outputs.
+        """Give both one call, and compare outputs, decisions and state. Returns the layer's outputs `[batch, heads,
+        tokens, dim]`.
 
-        `mask` is what `next_mask` returns, if several layers are to be handed the very same tensor.
+        `valid` is bool `[batch, tokens]`, None without padding. `mask` is a result of `next_mask`, for tests that give
+        several layers the very same tensor.
         """
         count, reference = keys.shape[2], self.reference
         mask = self.next_mask(keys.shape[0], count, valid) if mask is None else mask
@@ -104,21 +106,21 @@ class Pair:
         return outputs
 
     def _moments_of(self, row: int) -> dict[str, int]:
-        """What the prompt's moments of a row cover: tokens that have left the near buffer, which is storage's affair,
-        or did before moments were frozen."""
+        """The numbers of tokens that a row's own moments cover, `frozen_count`, and that storage has moved out of the
+        near buffer, `stored`. Moments cover all stored tokens, or frozen ones the bulk of the last exact call."""
         stored = self.layer.store.bulk.lengths[row]
         frozen = stored if self.layer.options.update_moments else self.reference.frozen_counts[row]
         return {"frozen_count": frozen, "stored": stored}
 
     def next_mask(self, batch: int, count: int, valid: Tensor | None) -> Tensor | None:
-        """The mask of a call with `count` more tokens, of which `valid` are real."""
+        """The mask of a next call with `count` tokens, of which `valid` are real. None: no mask is needed."""
         valid = torch.ones(batch, count, dtype=torch.bool) if valid is None else valid
         history = torch.tensor(self.reference.history, dtype=torch.bool).reshape(batch, -1)
         mask = transformers_mask(torch.cat([history, valid], dim=1), count)
         return mask if mask is None or not history.numel() else self.mask_form(mask)
 
     def _check_flags(self, wrong: Tensor, queries: Tensor) -> None:
-        """Flags may differ from the reference's only where rounding decides."""
+        """Assert that flags which differ from the reference's, `wrong`, are so close that rounding decides."""
         reference, asked = self.reference, self.layer.options
         told = ("criterion", "moments", "current")
         options = {name: reference.options[name] for name in told if name in reference.options}
@@ -154,7 +156,7 @@ class Pair:
         self.local_groups += (local & decided).unflatten(1, (-1, self.groups)).all(dim=2).sum(dim=(0, 2))
 
     def check_state(self) -> None:
-        """Tokens (exactly), lengths, moments and counters of the layer are the reference's."""
+        """Assert that the layer's tokens, lengths and counters equal the reference's, and moments up to rounding."""
         layer, reference = self.layer, self.reference
         assert layer.seen == layer.get_seq_length() == reference.length
         if layer.store is None:
@@ -175,7 +177,7 @@ class Pair:
             self._check_sketch()
 
     def _check_sketch(self) -> None:
-        """It is of every row with enough in the bulk, and what these tokens give whatever became of others before."""
+        """Assert that every row with a long enough bulk has a sketch, equal to one coded anew from its tokens alone."""
         store, energies = self.layer.store, self.layer.options.query_energies
         known, energies = store.sketch, None if energies is None else energies[self.layer.index]
         kept = known.tensors.to_tensors()
@@ -189,7 +191,7 @@ class Pair:
                 else:
                     made = quantize_segments(keys, energies, known.layout)
                 made |= average_channels(made, known.layout, length)
-                # Sums in the order of another device, or of a kernel for it, are not those of a CPU to the bit.
+                # Another device, or a kernel for it, adds in another order than a CPU, so bits may differ.
                 same = torch.equal if keys.device == store.near_keys.device else is_same_but_for_ties
                 for name, one in made.items():
                     found = kept[name][row].cpu()
@@ -228,7 +230,7 @@ class Pair:
 
 
 def reference_options(layer: QAdALayer, *, heads: int) -> dict[str, Any]:
-    """What `ReferenceLayer` is to do so that it does what the layer's options say."""
+    """The arguments of `ReferenceLayer` that follow from the layer's options."""
     asked = layer.options
     options = {
         name: getattr(asked, name)
@@ -237,7 +239,7 @@ def reference_options(layer: QAdALayer, *, heads: int) -> dict[str, Any]:
     options["criterion"] = asked.criterion
     if isinstance(asked.criterion, StaticHeads):
         table = asked.criterion.long_context[layer.index]
-        options["criterion"] = table.repeat_interleave(heads // len(table))  # KV heads speak for their group
+        options["criterion"] = table.repeat_interleave(heads // len(table))  # the table has KV heads
     if asked.other_moments is not None:
         options["current"] = asked.current_moments
         options["moments"] = kept_moments(asked.other_moments, layer.index)
@@ -245,7 +247,8 @@ def reference_options(layer: QAdALayer, *, heads: int) -> dict[str, Any]:
 
 
 def kept_moments(moments: KeyMoments, layer: int) -> Callable[[int], Moments]:
-    """Another prompt's moments for a bulk of so many tokens, which the cache rounds up to a multiple of 64."""
+    """A function from a number of bulk tokens to another prompt's moments for them: mean `[kv_heads, dim]`, covariance
+    `[kv_heads, dim, dim]`. As the cache does, it rounds the number up to a multiple of 64."""
 
     @lru_cache
     def of_length(bulk_tokens: int) -> Moments:

@@ -1,4 +1,4 @@
-"""The reference in the place of Triton's decode kernel, wrong in one thing."""
+"""Replaces Triton's decode kernel by the reference with one planted mistake, which comparisons have to notice."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,8 @@ def plant(
     after: Callable[[Tensor, Tensor], Any] | None = None,
     seen: list[dict[str, Any]] | None = None,
 ) -> None:
-    """Instead of the kernel the reference, of arguments that are changed first, or of results that are."""
+    """Replace the kernel by the reference. `change` is applied to its arguments first, `after` to its results; `seen`
+    collects the arguments of calls."""
 
     def kernel(*call: Any) -> Any:
         kwargs = flat(*call)
@@ -36,17 +37,20 @@ def plant(
 
 
 def flat(query: Query, rows: Rows, layer: Operands) -> dict[str, Any]:
-    """What `step_of` would make it of, without what it has none of."""
+    """The arguments from which `step_of` would make these three, without those that are None."""
     kwargs = {"query": query.states} | {name: getattr(query, name) for name in QUERY}
     kwargs |= {name: getattr(rows, name) for name in ROWS} | vars(layer)
     return {name: part for name, part in kwargs.items() if part is not None and name not in ("bound", "checked_for")}
 
 
 def changed(**changes: Callable[[Any], Any]) -> Changed:
+    """A change of the arguments that are named, by these functions."""
     return lambda kwargs: kwargs | {name: change(kwargs[name]) for name, change in changes.items() if name in kwargs}
 
 
 def resketched(**changes: Callable[[Tensor], Tensor]) -> Changed:
+    """A change of the sketch's fields that are named, by these functions."""
+
     def change(sketch: Sketch) -> Sketch:
         return replace(sketch, **{name: one(getattr(sketch, name)) for name, one in changes.items()})
 
@@ -54,7 +58,7 @@ def resketched(**changes: Callable[[Tensor], Tensor]) -> Changed:
 
 
 def recoded(change: Callable[[Tensor], Tensor]) -> Changed:
-    """Other bytes of records."""
+    """A change of the bytes of closed segments' records."""
     return changed(records=lambda records: replace(records, tensor=change(records.tensor.clone())))
 
 
@@ -72,6 +76,7 @@ def without_column(mask: Tensor) -> Tensor:
     return mask
 
 
+# By name: a planted mistake, and a text of the error by which the comparison reports it.
 WRONG: dict[str, tuple[Changed, str]] = {
     "a token too few": (changed(bulk_lengths=lambda lengths: lengths - 1), "off by"),
     "a token too many": (changed(bulk_lengths=lambda lengths: lengths + 1), "off by nan"),
@@ -107,7 +112,7 @@ WRONG_SKETCHES: dict[str, tuple[Changed, str]] = {
         "counts",
     ),
 }
-# Of records of 32 channels: 4 bytes of scales, 16 and 4 of a key, 16 and 8 of a value.
+# Records of 32 channels have 4 bytes of scales, a key's planes of 16 and 4 bytes, and a value's of 16 and 8.
 WRONG_RECORDS: dict[str, tuple[Changed, str]] = {
     "no residuals": (recoded(with_bytes(0, 2, 0)), "off by"),
     "a plane of keys": (recoded(with_bytes(20, 24, 0)), "off by"),

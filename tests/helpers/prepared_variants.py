@@ -1,8 +1,8 @@
-"""What Triton compiles in `prepare`, and after it in use: `python tests/helpers/prepared_variants.py`.
+"""Checks that Triton compiles nothing in use after `prepare`: `python tests/helpers/prepared_variants.py`.
 
-Triton compiles a kernel anew for another set of constants, for an argument that is 1 or a multiple of 16 and was not
-before, and for one that is there and was not. Nothing is compiled or computed here: launches are compared by these.
-Exits with an error if any in use was not among those of `prepare`, and prints how many there were.
+Triton compiles a variant of a kernel for each set of constants, and of arguments that are 1, multiples of 16 or None.
+Nothing is compiled or computed here: the variants that launches would need are compared. Prints the number of variants
+of each scene. Exits with an error if a launch in use needs a variant that none in `prepare` did.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ SCENES: dict[str, dict[str, Any]] = {
 
 
 class Launches:
-    """Stands in for a kernel, and notes what it would be compiled for."""
+    """Stands in for a kernel: adds the variant that each launch would need to `seen`, and launches nothing."""
 
     def __init__(self, kernel: Any, seen: set[str]) -> None:
         self.kernel, self.seen = kernel, seen
@@ -45,13 +45,13 @@ class Launches:
 
 
 def build_nothing(*_: Any) -> None:
-    """Kernels for CPUs take longer to build than all else that is done here."""
+    """Stands in for the build of C++ kernels, which would take longer than all else here."""
     raise OSError("they are not looked at")
 
 
 @torch.inference_mode()
 def use(model: Any, options: dict[str, Any], rows: int, *, padded: bool) -> None:
-    """Decode, and read short turns, after texts without a bulk, with one, and with a sketch."""
+    """Let the model decode tokens and read short turns, after texts without a bulk, with a bulk, and with a sketch."""
     cache, mask = QAdACache(model, **options), None
     for tokens in (60, 300, 1500):
         ids = prompt(*[tokens] * rows)[0]
@@ -84,7 +84,7 @@ def main() -> None:
             seen.clear()
             prepare(model, **options)
             prepared = set(seen)
-            for rows, padded in ((1, False), (2, True)):  # rows alike in a batch have another stride
+            for rows, padded in ((1, False), (2, True)):  # a batch of equal rows differs by a stride
                 seen.clear()
                 use(model, options, rows, padded=padded)
                 assert len(seen) >= 2

@@ -1,4 +1,4 @@
-"""Which of many cases the default suite runs."""
+"""Marks cases that the default suite leaves out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 
 def mark_rest_slow(cases: Sequence[tuple], quick: int) -> list[Any]:
-    """The cases, those behind the first `quick` ones marked as slow: each takes a build, or the interpreter."""
+    """Pytest's parameters of these cases, with all after the first `quick` marked slow: each of them takes a build, or
+    Triton's interpreter."""
     marks = [()] * quick + [pytest.mark.slow] * (len(cases) - quick)
     return [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)]

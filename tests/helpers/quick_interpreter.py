@@ -1,4 +1,4 @@
-"""What Triton's interpreter does again for every value, left out or done once."""
+"""Makes Triton's interpreter faster: leaves out, or does once, work that it repeats for every value."""
 
 import functools
 import math
@@ -12,11 +12,11 @@ from triton.runtime import interpreter
 
 def quicken(patch: pytest.MonkeyPatch) -> None:
     builder = interpreter.interpreter_builder
-    # All sums of integers anew, to look for an overflow that it then says nothing of.
+    # The check for overflow adds all integers a second time, and its result is not used.
     patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-    # What is left to replace in `triton.language`, in every call of a function.
+    # The interpreter replaces functions of `triton.language` in every call, even if they are replaced already.
     patch.setattr(interpreter.InterpretedFunction, "__call__", _call)
-    # What follows from a type or a shape alone.
+    # These follow from a type or a shape alone, so they are remembered.
     patch.setattr(interpreter, "_get_np_dtype", _remember_dtypes(interpreter._get_np_dtype))
     patch.setattr(language.block_type, "__init__", _remember_types(language.block_type.__init__))
     patch.setattr(language.tensor, "__init__", _init_tensor)

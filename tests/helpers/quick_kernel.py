@@ -1,4 +1,5 @@
-"""Kernels in place of Triton's, for tests of all that is around them: its interpreter takes seconds for a few steps."""
+"""Kernels of torch's operations in place of Triton's, for tests of the code around them: Triton's interpreter takes
+seconds for a few steps."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from qada_cache.kernels.reference import merge_partials, softmax_average
 
 
 def quick_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
-    """As `decode_reference.decode_step`, of one query or several, of a layer without a sketch. All of it stays on the
-    device, so that a graph can hold it."""
+    """As `decode_reference.decode_step`, for one query or several, and a layer without a sketch. It never waits for the
+    device, so that a graph can capture it."""
     assert layer.sketch is None
     assert query.log_bulk is not None
-    # Over the whole buffer, as in a graph: a sum of other numbers is rounded elsewhere.
+    # Sums go over the whole buffer, as in a graph: sums over fewer columns may be rounded in another way.
     room = 0, layer.near_keys.shape[2] - rows.columns
     rows = replace(rows, local=pad(rows.local, room), pending=pad(rows.pending, room))
     grouped = group_queries(query, layer.kv_heads)
@@ -46,13 +47,14 @@ def quick_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Ten
 
 
 class QuickStorer:
-    """As `triton.storing.Storer`."""
+    """Stands in for `triton.storing.Storer`: stores a step's new token in the near buffer."""
 
     def __init__(self, near_keys: Tensor, near_values: Tensor, heads: int) -> None:
         self._near = near_keys, near_values
 
     def store(self, query: Query, place: int | Tensor) -> None:
-        """Into a column that a tensor has where a graph is captured."""
+        """Store the token in column `place`, which is a tensor if a graph is captured, and estimate `log_bulk` if the
+        query has moments."""
         assert query.unstored is not None
         column = torch.tensor([place]) if isinstance(place, int) else place
         for near, new in zip(self._near, query.unstored, strict=True):
@@ -63,7 +65,7 @@ class QuickStorer:
 
 
 def serve(patch: pytest.MonkeyPatch) -> None:
-    """Let them compute every step."""
+    """Have `quick_decode` and `QuickStorer` compute every step."""
 
     def choose(*_: Any, **__: Any) -> Any:
         return quick_decode

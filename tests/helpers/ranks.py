@@ -1,4 +1,4 @@
-"""Tests that start processes which work together, as `torchrun` and `accelerate launch` do, on a free port."""
+"""Starts processes that work together, as `torchrun` and `accelerate launch` do, on a free port."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HELPERS = Path(__file__).parent
 
 
 def launch(*command: str | Path, python: str | Path = sys.executable, timeout: float = 240, **variables: str) -> str:
-    """What `python -m command` and the processes that it starts print.
+    """Run `python -m command`; return the output of it and of the processes that it starts.
 
-    All are gone afterwards, whether they ended, failed or hung; what they said is shown unless they ended well.
+    Afterwards all have ended, also if they failed or hung. The error of a failure shows their output.
     """
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -40,7 +40,8 @@ def launch(*command: str | Path, python: str | Path = sys.executable, timeout: f
 
 
 def torchrun(script: Path, folder: Path, *arguments: str | Path, ranks: int = 2, **variables: str) -> list[Any]:
-    """What each rank of the script, given `folder` and the arguments, wrote with `report`, in order."""
+    """Run the script with `folder` and the arguments in `ranks` processes; return what each wrote with `report`, in the
+    order of ranks."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), str(HELPERS), os.environ.get("PYTHONPATH")]))
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     launch(*launcher, script, folder, *arguments, PYTHONPATH=path, **variables)
@@ -48,12 +49,12 @@ def torchrun(script: Path, folder: Path, *arguments: str | Path, ranks: int = 2,
 
 
 def report(folder: str | Path, found: Any) -> None:
-    """Write what this rank found; two that print would write into each other's lines."""
+    """Write this rank's result to a file in `folder`: printed lines of several ranks would mix."""
     Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What a call that is not supported says; empty, if it is."""
+    """The message of the `NotImplementedError` that a call raises; empty if it raises none."""
     try:
         call()
     except NotImplementedError as error:

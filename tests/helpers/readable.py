@@ -1,4 +1,4 @@
-"""A tokenizer that knows our article, and a model that it lies beside."""
+"""A tokenizer with the words of our article, and a model in whose folder it lies."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from qada_cache.key_moments.prompts import ARTICLE
 
 
 def english_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer that knows our article."""
+    """A word-level tokenizer whose vocabulary is the words of our article."""
     words = {"<unk>": 0, "<s>": 1, **{word: 2 + i for i, word in enumerate(sorted(set(ARTICLE.read_text().split())))}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -21,7 +21,7 @@ def english_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def readable_model(folder: Path, **changes: Any) -> PreTrainedModel:
-    """A tiny model as loaded from `folder`, where a tokenizer lies that knows our article."""
+    """A tiny model, saved in `folder` with `english_tokenizer` and loaded from there."""
     tokenizer = english_tokenizer()
     tiny(vocab_size=len(tokenizer), **changes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

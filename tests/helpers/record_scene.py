@@ -1,4 +1,4 @@
-"""A decode step over bulks that lie in records, for kernels and their reference."""
+"""A decode step over bulks in records, for kernels and their reference."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,13 @@ from torch import Tensor
 from qada_cache.sketch import count_closed
 from qada_cache.sketch.coded import RecordLayout, Records, code_tokens, fit_records
 
-NOTHING = 255  # a byte of records that are not read: as a scale, nan
+NOTHING = 255  # each byte of records that must not be read: scales of such bytes are nan
 
 
 @dataclass
 class RecordScene(Scene):
-    """As `Scene`, whose keys and values are those that records say, in float64, where there are records."""
+    """As `Scene`. Rows with a sketch have their bulk in records, and `keys` and `values` are decoded from these, in
+    float64."""
 
     rung: int = 8
     rounding = 2e-5  # queries meet the sketch's codes in 16 bits
@@ -58,12 +59,12 @@ class RecordScene(Scene):
                 self.values[row][head, tokens] = self.keys[row][head, tokens, :value_dim] if self.shared else sums
 
     def place(self, device: str) -> None:
-        """Have records lie as `device` has them."""
+        """Give the records the stride that they have on `device`."""
         stride = self.layout.find_stride(torch.device(device))
         self.records, self.open_records = (fit_records(each, stride) for each in (self.records, self.open_records))
 
     def record_arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
-        """Of what `step_of` takes, what holds tokens: on `device`, closed segments perhaps in pinned memory."""
+        """The argument `records` of `step_of`, on `device`; with `pin`, closed segments are in pinned memory."""
         self.place(device)
         held = self.records.pin_memory() if pin else self.records.to(device)
         return {"records": Records(held, self.open_records.to(device), self.weights.to(device), self.layout)}
@@ -86,7 +87,8 @@ class RecordScene(Scene):
         return needed
 
     def sketch_read_bytes(self, selected: dict[tuple[int, int], Tensor], flags: Tensor) -> int:
-        """By what selects, and by whole heads whose keys follow from it."""
+        """Bytes of the sketch that are read: by every KV head with a flagged head. Heads that read whole bulks decode
+        keys by it, too."""
         wanted = flags.any(2)[..., 0]
         read = [(row, head) for row in self.sketched_rows() for head in range(self.kv_heads) if wanted[row, head]]
         return super().sketch_read_bytes({at: torch.ones(self.counts[at[0]]) for at in read}, flags)
@@ -94,5 +96,6 @@ class RecordScene(Scene):
     def step_arguments(
         self, device: str = "cpu", token_threshold: float | None = None, *, pin: bool = False, **decision: Any
     ) -> dict[str, Any]:
-        """As `Scene`, with closed segments in pinned memory if `pin`; whole heads are read at a threshold of 0."""
+        """As `Scene`. With `pin`, closed segments are in pinned memory. At a `token_threshold` of 0 heads read whole
+        bulks."""
         return super().step_arguments(device, token_threshold, **decision) | self.record_arguments(device, pin=pin)

@@ -1,7 +1,7 @@
-"""A CUDA graph on a CPU: what is captured is repeated with the very tensors it was captured with, and nothing else.
+"""A stand-in for a CUDA graph on a CPU: a replay repeats the captured operators on the very tensors of the capture.
 
-While a real graph is captured nothing is computed. Here operators compute, as others need shapes of results, and what
-they have written to is put back. Whatever would make the host look at numbers raises, as it does while capturing.
+A real graph computes nothing during its capture. Here operators compute, since later ones need shapes of results, and
+tensors that they wrote to are restored afterwards. Operators that read numbers on the host raise, as during a capture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Recorder(TorchDispatchMode):
             self.graph.keep(args, kwargs)
         found = function(*args, **kwargs)
         given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        # Under inference mode some views are operators that copy where they must: results tell.
+        # Under inference mode some operators return a view or a copy: the storages of results say which.
         made = [leaf for leaf in tree_leaves(found) if torch.is_tensor(leaf)]
         places = [None if leaf.untyped_storage().data_ptr() in given else leaf for leaf in made]
         if function._schema.is_mutable or any(place is not None for place in places):
@@ -45,16 +45,16 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedGraph:
-    """Stands in for `decode_graph.capturing.CudaGraph`."""
+    """Stands in for `decode_graph.capturing.CudaGraph`. `steps` are operators and launches with their results."""
 
-    replays = 0  # of all
+    replays = 0  # of all graphs
 
     def __init__(self, device: torch.device) -> None:
         self.steps: list[tuple[Callable[[], Any], list[Tensor | None]]] = []
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(self, *given: Any) -> None:
-        """What tensors hold, before they are written to."""
+        """Remember the contents of these tensors' storages, before they are written to."""
         for leaf in tree_leaves(given):
             if torch.is_tensor(leaf) and leaf.numel():
                 whole = torch.empty(0, dtype=torch.uint8).set_(leaf.untyped_storage())

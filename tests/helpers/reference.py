@@ -69,7 +69,7 @@ def gaussian_log_bulk(*, query: Tensor, mean: Tensor, covariance: Tensor, bulk_t
 
 
 def rotary_matrix(*, dim: int, frequencies: tuple[float, ...], layout: str, position: int) -> Tensor:
-    """`[dim, dim]` float64: what turns a key of position 0 to `position`, pair of dims by pair of dims."""
+    """Float64 `[dim, dim]`: turns a key of position 0 to `position`, each pair of dims by an angle of its own."""
     matrix = torch.eye(dim, dtype=torch.float64)
     for pair, frequency in enumerate(frequencies):
         one, other = (pair, pair + len(frequencies)) if layout == "half" else (2 * pair, 2 * pair + 1)
@@ -79,7 +79,8 @@ def rotary_matrix(*, dim: int, frequencies: tuple[float, ...], layout: str, posi
 
 
 def averaged_moments(*, mean: Tensor, covariance: Tensor, turns: list[Tensor]) -> Moments:
-    """Moments `[heads, d]`, `[heads, d, d]` of keys each of which is turned by every one of the matrices `turns`."""
+    """Moments `[heads, d]`, `[heads, d, d]` of keys with these moments after every key is turned by every matrix of
+    `turns`."""
     second = covariance.double() + mean.double()[:, :, None] * mean.double()[:, None, :]
     mean = sum(mean.double() @ turn.T for turn in turns) / len(turns)
     second = sum(turn @ second @ turn.T for turn in turns) / len(turns)
@@ -127,13 +128,13 @@ def log_masses(
     sink_tokens: int = SINK_TOKENS,
     local_tokens: int = LOCAL_TOKENS,
 ) -> list[tuple[float, float]]:
-    """(log A_local, log A_bulk) of each query head: what "oracle" (eq. 2) and "gaussian" (eq. 7) compare.
+    """(log A_local, log A_bulk) of each query head, which "oracle" (eq. 2) and "gaussian" (eq. 7) compare.
 
-    `query [Hq, d]`, `keys [Hkv, T, d]` with T > `position`. The gaussian moments are `moments` (another prompt's,
-    for so many bulk tokens) when given; and, if `current` (which is so without `moments`), this prompt's: of the first
-    `frozen_count` bulk tokens when given, else of this query's own bulk. Of two, the larger log A_bulk counts. A
-    `frozen_count` of 0 says nothing; where nothing is known, log A_bulk is +inf, so the head is long-context. So it is
-    if this prompt's moments count and more than a quarter of the bulk lies behind its first `stored` tokens.
+    `query [Hq, d]`, `keys [Hkv, T, d]` with T > `position`. "gaussian" takes `moments`, if given: another prompt's, by
+    the number of bulk tokens. It takes this prompt's if `current`, which is the default without `moments`. These are of
+    the first `frozen_count` bulk tokens, if given, else of this query's own bulk. The larger of two log A_bulk counts.
+    A `frozen_count` of 0 gives no estimate. Without any estimate log A_bulk is +inf, so the head is long-context. It is
+    so, too, if this prompt's moments count and more than a quarter of the bulk lies behind its first `stored` tokens.
     """
     local = sorted(local_indices(position, sink_tokens=sink_tokens, local_tokens=local_tokens))
     bulk = bulk_indices(position, sink_tokens=sink_tokens, local_tokens=local_tokens)
@@ -183,7 +184,7 @@ def decide(
     "dense" is never local and "local" always; a bool tensor `[Hq]` is the static mask of long-context heads.
     `options` are `moments`, `current`, `frozen_count`, `stored` and `sink_tokens` of `log_masses`. Without a bulk every
     head is local, whatever the criterion. `group_rule` "head": each query head decides for itself; "any": the heads of
-    a key-value head are long-context if one of them would be. "dense" and "local" know no rule.
+    a key-value head are long-context if one of them would be. "dense" and "local" ignore the rule.
     """
     if group_rule not in ("any", "head"):
         raise ValueError(f"group_rule must be 'any' or 'head', not {group_rule!r}")
@@ -211,7 +212,7 @@ def visible_tokens(
     sink_tokens: int = SINK_TOKENS,
     local_tokens: int = LOCAL_TOKENS,
 ) -> Tensor:
-    """Bool `[Hq, tokens]`: what each head attends to, given its flag in `local` bool `[Hq]`."""
+    """Bool `[Hq, tokens]`: the tokens that each head attends to, given its flag in `local` bool `[Hq]`."""
     visible = torch.zeros(len(local), tokens, dtype=torch.bool)
     seen_locally = sorted(local_indices(position, sink_tokens=sink_tokens, local_tokens=local_tokens))
     for head, head_is_local in enumerate(local.tolist()):

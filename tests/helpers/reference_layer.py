@@ -1,4 +1,4 @@
-"""One layer of a query-adaptive cache in float64, built on `reference.py`: state and verbs, nothing clever."""
+"""One layer of a query-adaptive cache in float64, built on `reference.py`, with state and operations of a cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ReferenceLayer:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the empty cache; the next update may have another batch size."""
+        """Empty the cache; the next update may have another batch size."""
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.history: list[list[bool]] = []
@@ -77,7 +77,7 @@ class ReferenceLayer:
 
         `keys [B, Hkv, N, d]`, `values [B, Hkv, N, dv]`, `queries [B, Hq, N, d]`, `valid` bool `[B, N]` (None:
         all). Exact when the cache was empty or N exceeds the window, else query-adaptive. `moments_of` is as for
-        `qada_attention`; without it moments are of the whole bulk, or of what it was when they were frozen.
+        `qada_attention`. Without it moments cover the whole bulk, or, if frozen, the bulk of the last exact call.
         """
         batch, count = keys.shape[0], keys.shape[2]
         exact = self.length == 0 or count > self.sizes["local_tokens"] - self.sizes["sink_tokens"]
@@ -161,5 +161,5 @@ class ReferenceLayer:
         self.select_rows(index)
 
     def repeat(self, count: int) -> None:
-        """Each row `count` times, copies side by side (`repeat_interleave`)."""
+        """Repeat each row `count` times, copies side by side (`repeat_interleave`)."""
         self.select_rows(torch.arange(len(self.history)).repeat_interleave(count))

@@ -1,4 +1,4 @@
-"""How far attention may be off that was computed in the working dtype, by the errors that rounding makes of it."""
+"""The error that tests allow attention in the working dtype, from the errors that rounding can make in it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-HALF_ULP = torch.finfo(torch.float32).eps / 2  # of numbers at the lower end of a binade, the largest rounding error
-ROUNDING = 0.42 * HALF_ULP  # its root mean square: errors are even below half an ulp, and magnitudes in binades
-EXP = 4 * HALF_ULP / math.sqrt(3)  # of a device's exp, which is good to 2 ulps
-DEVIATIONS = 6.0  # of thousands of outputs, the worst is off by 4
+HALF_ULP = torch.finfo(torch.float32).eps / 2  # largest relative rounding error of float32: just above a power of two
+ROUNDING = 0.42 * HALF_ULP  # its root mean square, if errors are uniform below half an ulp, and numbers in a binade
+EXP = 4 * HALF_ULP / math.sqrt(3)  # root mean square error of a device's exp, which is correct to 2 ulps
+DEVIATIONS = 6.0  # allowed; the worst of thousands of outputs is off by 4
 
 
 def naive_attention(
@@ -30,44 +30,45 @@ def naive_attention(
 
 
 def _square_of_sums(a: Tensor, b: Tensor) -> Tensor:
-    """The mean square of the error of `a @ b` if products are summed one by one, in whatever order.
+    """The mean square of the error of `a @ b` if products are summed one by one, in any order.
 
-    Half way a sum is at half of its end, and as far beside it as a walk of these steps that ends there: on average over
-    the way, its square is a third of the end's and a sixth of all steps'. Every sum of `n` is rounded.
+    Each of the `n` partial sums is rounded, in proportion to its size. A partial sum is like a random walk of these
+    steps that ends at the whole sum. Its mean square over the way is a third of the whole sum's square, plus a sixth of
+    the sum of the steps' squares.
     """
     return ROUNDING**2 * a.shape[-1] * ((a @ b).square() / 3 + a.square() @ b.square() / 6)
 
 
 def deviation(*, query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor) -> Tensor:
-    """The root mean square error `[B, Hq, N, dv]` of attention in float32, from given inputs; as `naive_attention`.
+    """The root mean square error `[B, Hq, N, dv]` of attention in float32; arguments as for `naive_attention`.
 
-    It grows with the square root of the dims, by which scores are off, and with that of the tokens, independently. Sums
-    that a processor makes side by side are off by less.
+    It grows with the square root of the dims, through errors of scores, and independently with that of the tokens. A
+    processor that adds several sums side by side makes smaller errors.
     """
     group = query.shape[1] // keys.shape[1]
     query, keys, values = query.double(), keys.double(), values.double()
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     scores = (query @ keys.mT * scaling).masked_fill(~mask, -math.inf)
     below = (scores.amax(dim=-1, keepdim=True) - scores).masked_fill(~mask, 0.0)
-    # Of a weight relative to itself: its score, what this is below the highest, in its own units and those of exp, exp.
+    # Squared relative error of a weight: of its score; of the difference to the highest score, rounded twice; of exp.
     off = _square_of_sums(query * scaling, keys.mT) + 2 * (ROUNDING * below).square() + EXP**2
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
     out, off = weights @ values, weights.square() * off.masked_fill(~mask, 0.0)
-    # A heavier token pulls the output towards its value, as far as this is from it.
+    # An error of a token's weight moves the output in proportion to the distance of the token's value from it.
     pulled = off @ values.square() - 2 * out * (off @ values) + out.square() * off.sum(dim=-1, keepdim=True)
-    divided = (ROUNDING * out).square() * (2 + weights.shape[-1] / 3)  # by a sum of weights
+    divided = (ROUNDING * out).square() * (2 + weights.shape[-1] / 3)  # error of the division by the sum of weights
     return (pulled.clamp_min(0.0) + _square_of_sums(weights, values) + divided).sqrt()
 
 
 def error_budget(
     *, reference64: Tensor, lowp: Tensor, deviations: Tensor, scale: float = 2.0, ulps: float = 4.0
 ) -> float:
-    """The largest absolute error to allow: `scale` times that of the naive answer `lowp`, plus a few ulps, or if more
-    `DEVIATIONS` of `deviation`.
+    """The largest absolute error to allow: `scale` times the error of the naive answer `lowp`, plus a few `ulps`, or if
+    that is more, `DEVIATIONS` times the largest of `deviations`.
 
-    `lowp` is the same computation as the float64 `reference64` by `naive_attention`, in the working dtype; an
-    ulp is its epsilon times the largest output. In float32, where a CPU's sums of many parts are nearer than a GPU's, a
-    naive answer says too little.
+    `lowp` is `naive_attention` in the working dtype, of which `reference64` is the float64 result. An ulp is that
+    dtype's epsilon times the largest output. In float32 `lowp` alone would allow too little: a CPU adds many partial
+    sums side by side, with smaller errors than a GPU.
     """
     naive_error = float((lowp.to(torch.float64) - reference64).abs().max())
     naive = scale * naive_error + ulps * torch.finfo(lowp.dtype).eps * float(reference64.abs().max())

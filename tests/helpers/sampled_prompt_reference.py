@@ -1,23 +1,26 @@
-"""A prompt read by a sample, in float64: a second definition, a step at a time, which shares no code with the first.
+"""Attention of a prompt by a sample of its tokens, in float64: a second definition that shares no code with the first.
 
-Probabilities are in 256ths. Steps are apart as a sum of probabilities that is off by one moves all that follows it.
-A block is so many queries that read together, at most `size`, from its first, `begin`, on.
+Probabilities are in 256ths. Each step is a function of its own, so that tests can compare steps one by one: one
+probability that is off by 1/256 would change the sample from there on. A block is at most `size` queries that read
+together, from query `begin` on.
 """
 
 import torch
 from torch import Tensor
 
-FIRST = 64  # tokens that are all scored for the sum that shares are of
-FEW = 1024
+FIRST = 64  # first tokens, all of which count in a query's sum, see `probabilities`
+FEW = 1024  # tokens: a share is compared with an even one of at least so many, see `probabilities`
 
 
 def probabilities(
     query: Tensor, key: Tensor, begin: int, size: int, *, scaling: float, threshold: float, sinks: int, floor: float,
     stride: int,
 ) -> Tensor:  # fmt: skip
-    """Float64 256ths, before they are rounded up, that a block of queries `[tokens, dim]` gives each token before it.
+    """Probabilities float64 `[begin]`, in 256ths and before they are rounded up, with which a block reads each token
+    before it. `query` and `key` are one head's `[tokens, dim]`.
 
-    Shares are of their own block's tokens, the `FIRST` ones, and one of each `stride` others for all of these.
+    A token's share is of a sum over the block's own tokens, the `FIRST` ones, and one in `stride` of the others, which
+    counts for `stride`.
     """
     own = torch.arange(begin, min(begin + size, len(query)))
     centred = key.double() - key.double().mean(0)
@@ -33,7 +36,8 @@ def probabilities(
 
 
 def sample(probabilities: Tensor, block: int, head: int) -> list[int]:
-    """The tokens that are taken by whole 256ths: those that carry the sum over a multiple of 256."""
+    """The tokens that are taken: those whose probability, in whole 256ths, carries the running sum over a multiple of
+    256. The sum begins at an offset of the block and the head."""
     passed, taken = (159 * block + 97 * head) % 256, []
     for token, share in enumerate(probabilities.tolist()):
         if (passed + share) // 256 > passed // 256:
@@ -45,7 +49,8 @@ def sample(probabilities: Tensor, block: int, head: int) -> list[int]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, begin: int, size: int, chosen: dict[int, int], scaling: float
 ) -> Tensor:
-    """A block's outputs, where tokens before it are read as often as 256 over what `chosen` has for them."""
+    """A block's outputs `[queries, value_dim]`, over its own tokens and the `chosen` ones before it. `chosen` has these
+    tokens' probabilities in 256ths, and each counts 256 / probability times."""
     own = torch.arange(begin, min(begin + size, len(query)))
     scores = scaling * query[own].double() @ key.double().T
     lift = torch.full((len(key),), -torch.inf, dtype=torch.float64)

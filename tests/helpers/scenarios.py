@@ -22,8 +22,8 @@ Scenario = Callable[[Pair, Inputs], None]
 
 @contextmanager
 def small_buffers() -> Iterator[None]:
-    """Pending tokens of one window, room for 4 recent tokens at first and a bulk that grows in steps of 8, so
-    that short runs fill them often."""
+    """Inside, pending tokens of one window at most, room for 4 recent tokens at first, and a bulk that grows in steps
+    of 8 tokens, so that short runs fill all of these often."""
     sizes = (storage, "PENDING_TOKENS", 0), (storage, "ROOM_TOKENS", 4), (row_tensors, "GRANULE", 8)
     with ExitStack() as stack:
         for place, name, tokens in sizes:
@@ -37,7 +37,8 @@ def left_padded(lengths: list[int], tokens: int) -> Tensor:
 
 
 def poisoned_padding(tensors: tuple[Tensor, ...], valid: Tensor, fill: float = torch.nan) -> tuple[Tensor, ...]:
-    """The tensors with `fill` wherever `valid` `[batch, tokens]` says padding: what enters anywhere shows."""
+    """The tensors `[batch, heads, tokens, dim]` with `fill` where bool `valid [batch, tokens]` is False, so that
+    padding which enters a result shows."""
     return tuple(tensor.masked_fill(~valid[:, None, :, None].to(tensor.device), fill) for tensor in tensors)
 
 
@@ -176,7 +177,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-MIXED = ["turns", "holes", "crops_with_padding", "rows"]  # enough for what does not differ in the bulk's moments
+MIXED = ["turns", "holes", "crops_with_padding", "rows"]  # enough for options that do not change the bulk's moments
 
 
 def play(
@@ -190,7 +191,7 @@ def play(
     seed: int = 0,
     **options: Any,
 ) -> Pair:
-    """Play a scenario through; `options` are those of the cache. The pair, for what it saw."""
+    """Play a scenario through, with `options` of the cache. Returns the pair, whose `tally` tells what was compared."""
     inputs = Inputs(seed, heads=heads, kv_heads=kv_heads, value_dim=value_dim, dtype=dtype, device=device)
     pair = Pair(heads=heads, kv_heads=kv_heads, **options)
     SCENARIOS[scenario](pair, inputs)

@@ -1,4 +1,4 @@
-"""Selected attention of a prompt in float64: a second definition, which shares no code with the first."""
+"""Attention of a prompt over selected keys in float64: a second definition, which shares no code with the first."""
 
 import math
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 SEGMENT = 64  # keys that are coded together
 BLOCK = 66  # queries that read together
-TILE = 256  # keys between two looks at what is met
+TILE = 256  # keys after which the mass that a key is compared with is updated
 
 
 def hadamard(size: int) -> Tensor:
-    """Orthonormal, of the largest power of two that divides `size`, in blocks along the diagonal."""
+    """Orthonormal float64 `[size, size]`, with Hadamard blocks of the largest power of two that divides `size`."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while size % (2 * len(matrix)) == 0:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -19,8 +19,11 @@ def hadamard(size: int) -> Tensor:
 
 
 def rounded(vectors: Tensor, levels: int, words: int = 1) -> Tensor:
-    """Each to so many levels either way of its own largest number. Of several words of four numbers, the first pairs
-    together are at most as large as 16 bits take, times a number up to twice the levels, and so are the second ones."""
+    """Vectors `[..., dim]` rounded to multiples of a step, `levels` of them either way up to a vector's largest number.
+
+    With several `words` the step may be larger. A word has four numbers, two pairs. Sums over the first pairs of
+    `words` words, of numbers of one sign, times numbers up to `2 * levels`, must fit into 16 bits; so must those over
+    the second pairs."""
     step = vectors.abs().amax(-1, keepdim=True).clamp_min(1e-30) / levels
     for first in range(0, vectors.shape[-1], 4 * words) if words > 1 else ():
         part = vectors[..., first : first + 4 * words]
@@ -44,11 +47,13 @@ def selected_prompt(
     levels: int,
     words: int,
 ) -> tuple[Tensor, list[float]]:
-    """One query head `[tokens, dim]` over its keys and values, and the share of far pairs that each block reads.
+    """Outputs `[tokens, value_dim]` of one query head `[tokens, dim]` over its keys and values, and the share of far
+    keys that each block reads.
 
-    Queries of a block see sinks and windows, both rounded up to whole segments, exactly. Of the others, from the newest
-    on, a key is read that any query gives theta times an even share of what it has met: sinks, windows, and whole tiles
-    of 256 keys before the key's own. Queries with fewer than `least` far keys and the last `window` ones read all.
+    Queries of a block read sinks and windows exactly, both rounded up to whole segments. The other keys are far, and
+    visited from the newest on. A far key is read if any query gives it `theta` times an even share of the mass that the
+    query has met: of sinks, window, and whole tiles of 256 keys visited before the key's own. Queries with fewer than
+    `least` far keys, and the last `window` queries, read all keys.
     """
     tokens, turn = len(query), hadamard(query.shape[1])
     dtype, (query, key, value) = key.dtype, (each.double() for each in (query, key, value))

@@ -1,4 +1,4 @@
-"""What a sketch says of its keys, in float64 and plain arithmetic.
+"""A sketch's estimates, errors and substitutes for unread tokens, in float64 and plain arithmetic.
 
 It shares the quantizers' constants and the choice of words with the package, and no other code. Sketches here are one
 head's.
@@ -12,17 +12,16 @@ from torch import Tensor
 from qada_cache.sketch import ERRORS, STEPS, Layout, selection
 from qada_cache.sketch.codec import Sketch
 
-BITS = (1, 1.5, 2, 4)  # of a value on average, that tests try
-TIES = 0.01  # of a sketch's integers, the share that rounding may decide
+BITS = (1, 1.5, 2, 4)  # bits of a value, on average, that tests try
+TIES = 0.01  # share of a sketch's integers that rounding may decide
 
 
 def is_same_but_for_ties(found: Tensor, made: Tensor) -> bool:
-    """Whether two tensors of sketches of the same tokens differ by no more than the order of sums may make of them.
+    """Whether two tensors of sketches of the same tokens differ by no more than another order of sums can cause.
 
-    Elsewhere sums have another order, so that what lies within rounding of the middle between two numbers goes to the
-    one or the other: a centre or a weight, which are bfloat16, then differs by one part in 128 or 256, and a few codes
-    of its segment with it, and their scales. All else is the same: a token that is another one's, or a segment coded by
-    what its channels are not, differs in more.
+    Another device adds in another order, so a number near the middle between two representable ones may go to either. A
+    centre or a weight, which are bfloat16, then differs by one part in 128 or 256. A few codes of its segment differ
+    with it, and their scales. Mistakes, as another token's codes or other channels' weights, change more.
     """
     if found.shape != made.shape or found.dtype != made.dtype:
         return False
@@ -35,11 +34,11 @@ def is_same_but_for_ties(found: Tensor, made: Tensor) -> bool:
     return float(differing.float().mean()) <= TIES
 
 
-SEGMENT_TOKENS, LAST_TOKENS = 512, 128  # of a segment, and at least of the last one, but in `small_sketch`
+SEGMENT_TOKENS, LAST_TOKENS = 512, 128  # tokens of a segment, and the fewest of the last one; see `small_sketch`
 
 
 def segment_spans(length: int) -> list[tuple[int, int]]:
-    """First and last token, the latter excluded, of every segment."""
+    """The first token of every segment, and the one after its last."""
     starts = list(range(0, length, SEGMENT_TOKENS))
     if len(starts) > 1 and length - starts[-1] < LAST_TOKENS:
         starts.pop()
@@ -47,7 +46,7 @@ def segment_spans(length: int) -> list[tuple[int, int]]:
 
 
 def sketch_bytes(length: int, *, dim: int, value_dim: int, bits: float) -> int:
-    """What one head reads of a sketch of so many tokens."""
+    """Bytes that one head reads of a sketch of `length` tokens."""
     tokens = length * (4 * sum(Layout.from_bits(dim, bits).words) + 1)  # a code and a scale each
     order = 1 if dim <= 256 else 2
     segments = len(segment_spans(length)) * ((2 + order + 2) * dim + 4)  # centre, order and weights, and a unit
@@ -68,7 +67,7 @@ def layout_of(sketch: Sketch) -> Layout:
 
 
 def value_bits(sketch: Sketch) -> list[int]:
-    """Bits of every channel, in order; 0 of those without."""
+    """Bits of every channel `[dim]`, in the sketch's order; 0 for channels without bits."""
     made = layout_of(sketch)
     four, two, one = made.words
     return ([4] * (8 * four) + [2] * (16 * two) + [1] * (32 * one) + [0] * made.dim)[: made.dim]
@@ -94,7 +93,7 @@ def rotation(size: int) -> Tensor:
 
 
 def token_scales(sketch: Sketch, length: int) -> Tensor:
-    """`[length]` float64."""
+    """Scales of tokens, each times its segment's unit: float64 `[length]`."""
     parts = [
         sketch.scales[first:last].double() * sketch.units[segment].double()
         for segment, (first, last) in enumerate(segment_spans(length))
@@ -103,7 +102,8 @@ def token_scales(sketch: Sketch, length: int) -> Tensor:
 
 
 def estimates(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> Tensor:
-    """Scores `[heads, tokens]` that coded keys are expected to weigh, for `query` `[heads, dim]`."""
+    """Scores `[heads, tokens]` of coded keys for `query [heads, dim]`, plus half the variance of their error: so that
+    their exponentials are right on average."""
     words = layout_of(sketch).words
     odd_levels = odd_values(sketch.codes[:, :length], words=words)
     scales, coded = token_scales(sketch, length), odd_levels.shape[1]
@@ -121,7 +121,8 @@ def estimates(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> 
 
 
 def squared_errors(sketch: Sketch) -> Tensor:
-    """Of every channel `[dim]`, in order, where a value's odd integer counts once; of one without bits all of it."""
+    """The mean squared error of every channel `[dim]`, in the sketch's order, in units in which odd integers are coded.
+    A channel without bits has the whole square, 1."""
     found = [ERRORS[bits] / (STEPS[bits] / 2) ** 2 if bits else 1.0 for bits in value_bits(sketch)]
     return torch.tensor(found, dtype=torch.float64)
 
@@ -137,7 +138,7 @@ def channel_noise(sketch: Sketch, length: int) -> Tensor:
 
 
 def half_variance(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> Tensor:
-    """Half the variance `[heads]` of what estimates are off by, on average over tokens."""
+    """Half the variance `[heads]` of the estimates' errors, as a mean over tokens."""
     return scaling**2 * query.double().square() @ channel_noise(sketch, length) / 2
 
 
@@ -152,7 +153,7 @@ def channel_variances(sketch: Sketch, length: int) -> Tensor:
 
 
 def is_unreliable(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> Tensor:
-    """Bool `[heads]`."""
+    """Whether each head's estimates are too rough to select by: bool `[heads]`."""
     square = query.double().square()
     shared = square @ channel_noise(sketch, length) > selection.NOISE_SHARE * (
         square @ channel_variances(sketch, length)
@@ -162,15 +163,18 @@ def is_unreliable(*, query: Tensor, sketch: Sketch, length: int, scaling: float)
 
 
 def log_shares(*, estimates: Tensor, log_buffer: Tensor, bulk_tokens: int) -> Tensor:
-    """Log of how many times an even share of the bulk each token gets `[heads, tokens]`; `log_buffer` `[heads]`."""
+    """Log of each token's share of attention times `bulk_tokens` `[heads, tokens]`: 0 is an even share of the bulk.
+    `log_buffer [heads]` is the log mass of tokens outside the stored bulk."""
     total = torch.logaddexp(log_buffer.double(), estimates.logsumexp(dim=1))
     return estimates - total[:, None] + math.log(bulk_tokens)
 
 
 def unread(*, estimates: Tensor, read: Tensor, query: Tensor, sketch: Sketch, scaling: float) -> tuple[Tensor, Tensor]:
-    """What stands for the tokens that are not `read` `[tokens]`: log of its weight `[heads]`, `[heads, value_dim]`.
+    """The substitute for tokens that are not `read`, bool `[tokens]`: log of its weight `[heads]`, and its value
+    `[heads, value_dim]`.
 
-    By the line of regression of values on scores, at the mean score of unread tokens as attention weighs them.
+    The value is that of the regression line of values on scores, at the mean score of unread tokens, weighted by
+    attention.
     """
     logs, values = [], []
     for scores, one in zip(estimates, query.double(), strict=True):

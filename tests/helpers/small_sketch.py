@@ -1,4 +1,4 @@
-"""Sketches of bulks, and of segments, that are shorter than in earnest."""
+"""Sketches of shorter bulks, in shorter segments, than the package makes."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ MODULES = [
 
 @contextmanager
 def small_sketch(min_tokens: int = 6, segment_tokens: int = 512) -> Iterator[None]:
-    """Inside, bulks from `min_tokens` on have a sketch, in segments of `segment_tokens`, the last one of a quarter or
-    more, wherever these are told."""
+    """Inside, bulks of at least `min_tokens` have a sketch, in segments of `segment_tokens`, the last of at least a
+    quarter of that. Patches the constants in all `MODULES`."""
     sizes = {"MIN_TOKENS": min_tokens, "SEGMENT_TOKENS": segment_tokens, "LAST_TOKENS": segment_tokens // 4}
-    modules = [import_module(f"qada_cache.{name}") for name in MODULES]  # before one of them is told: others copy it
+    modules = [import_module(f"qada_cache.{name}") for name in MODULES]  # all before any is patched: imports copy it
     modules.append(import_module("sketch_reference"))
     with ExitStack() as stack:
         for module in modules:

@@ -1,7 +1,7 @@
-"""The host standing in for an accelerator: everything an offloaded bulk does, but for pinning and streams.
+"""The host as a stand-in for an accelerator: everything an offloaded bulk does, except pinning and streams.
 
-Its copies come as late as they may: what nobody has waited for is not there. So a read without a wait finds nan, and a
-source that is written to while its copy is under way spoils the copy. What only a CUDA device can show is marked here.
+Copies are made as late as possible: when code waits for them. So a read without a wait finds nan, and a write to the
+source of a copy under way spoils the copy. `on_gpu` and `DEVICES` mark tests that need a CUDA device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def on_gpu(test: Callable) -> Callable:
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """An operation for which the host waits for the CUDA device raises RuntimeError in here."""
+    """Inside, an operation for which the host waits for the CUDA device raises RuntimeError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
         torch.cuda.set_sync_debug_mode("error")
@@ -44,13 +44,13 @@ def without_waiting() -> Iterator[None]:
 
 
 def strided(tokens: int, heads: int = 4) -> tuple[Tensor, Tensor]:
-    """Keys and values on the GPU as models make them: `[batch, tokens, heads, dim]`, transposed."""
+    """Keys and values bfloat16 `[1, heads, tokens, 64]` on the GPU, with the strides that models give them."""
     made = torch.randn(2, 1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
     return made[0].transpose(1, 2), made[1].transpose(1, 2)
 
 
 class Late:
-    """An event, and the copy that ends with it."""
+    """An event whose copy is made when it is waited for."""
 
     def __init__(self, copy: Callable[[], None]) -> None:
         self.copy: Callable[[], None] | None = copy
@@ -65,7 +65,7 @@ class Late:
 
 
 class LateCopy(AsyncCopy):
-    """Waits as if the computation did."""
+    """A copy to the device, which is made when the computation has to wait for it."""
 
     def wait(self) -> tuple[Tensor, ...]:
         self._event.synchronize()
@@ -73,14 +73,14 @@ class LateCopy(AsyncCopy):
 
 
 def _nothing(tensor: Tensor) -> float:
-    """What a tensor holds before its copy: nan, or bytes of records with nan scales."""
+    """The number that fills a tensor before its copy: nan, or 255 in records, whose scales are nan then."""
     return torch.nan if tensor.is_floating_point() else 255
 
 
 class Copies:
-    """What was copied to the device: how many copies, the tokens of the longest, and bytes.
+    """Makes copies late, and counts those to the device: `count` copies, tokens of the `longest` one, and `bytes`.
 
-    `fail` is raised by the next copy; `eager` ones are there at once.
+    The next copy raises `fail`. With `eager`, copies are made at once.
     """
 
     def __init__(self) -> None:
@@ -131,11 +131,11 @@ class Copies:
 
 @contextmanager
 def accelerator(device: str = "cpu") -> Iterator[Copies]:
-    """Offloads on the CPU as on an accelerator; on another device everything is real, and only counted."""
+    """Inside, caches on the CPU offload as on an accelerator. On another `device` copies are real, and only counted."""
     copies = Copies()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(bulk, "fetch", copies.fetch))
-        # The kernels that decode a token read a bulk where it lies.
+        # Torch decodes: the other kernels read an offloaded bulk without a copy.
         stack.enter_context(mock.patch.dict(os.environ, {"QADA_KERNELS": "torch"}))
         if device == "cpu":
             stack.enter_context(mock.patch.object(bulk, "send", copies.send))

@@ -1,10 +1,10 @@
-"""How hypothesis walks through the state machines of tests."""
+"""Settings with which hypothesis walks through the state machines of tests."""
 
 from hypothesis import HealthCheck, Phase, settings
 
 
 def walks(examples: int) -> settings:
-    """So many walks of 15 steps, the same ones on every machine."""
+    """Settings for `examples` walks of 15 steps, the same ones on every machine."""
     return settings(
         max_examples=examples,
         stateful_step_count=15,

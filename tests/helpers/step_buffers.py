@@ -1,4 +1,4 @@
-"""One decode step laid out in buffers."""
+"""The rows of one decode step, laid out in buffers as kernels take them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +12,16 @@ from qada_cache.sketch.codec import Sketch, choose_order_dtype
 from qada_cache.state.forward_pass import ForwardPass
 
 SINKS, WINDOW = 3, 8
-RAGGED = [(257, 5), (0, 1), (63, 0), (1, 9), (111, 70)]  # of rows with a bulk (tokens in its buffers, tokens pending)
+RAGGED = [(257, 5), (0, 1), (63, 0), (1, 9), (111, 70)]  # rows with a bulk: tokens stored in it, and tokens pending
 
 
 @dataclass
 class StepBuffers:
-    """Rows of random tokens: of each of `bulk` (stored, pending), then one of each of `short` tokens, without a bulk.
+    """Rows of random tokens: one for each (stored, pending) of `bulk`, then one for each number of `short`, without a
+    bulk.
 
-    Whatever is not a token in use is nan. Rows in `padding` get a padding query. With `bits` there is a sketch of the
-    stored keys. With `learned_sinks` each query head has one more local token, whose value is zero.
+    Buffers are nan outside the tokens in use. Rows in `padding` get a padding query. With `bits` there is a sketch of
+    the stored keys. With `learned_sinks` each query head has one more local token, whose value is zero.
     """
 
     bulk: list[tuple[int, int]] = field(default_factory=lambda: list(RAGGED))
@@ -33,9 +34,9 @@ class StepBuffers:
     dtype: torch.dtype = torch.float32
     bits: float = 0
     learned_sinks: bool = False
-    shared: bool = False  # whether values are the first channels of keys, where these lie
-    rounding = 0.0  # of scores, beyond that of the dtype
-    splits = 100, 16  # as for `small_splits`: three of the longest row of `RAGGED`, whose last ones shorter rows lack
+    shared: bool = False  # whether values are views of the first channels of keys
+    rounding = 0.0  # error to allow in units of the largest value, beyond that of the dtype
+    splits = 100, 16  # as for `small_splits`: the longest row of `RAGGED` has three splits, shorter ones fewer
 
     def __post_init__(self) -> None:
         made = torch.Generator().manual_seed(self.dim + self.group)
@@ -111,16 +112,17 @@ class StepBuffers:
         return [row for row, count in enumerate(self.counts) if self.bits and count >= sketch.MIN_TOKENS]
 
     def sketch_arguments(self, device: str, token_threshold: float) -> dict[str, Any]:
-        """Of what `step_of` takes, what has tokens selected."""
+        """The arguments of `step_of` that select tokens, on `device`."""
         placed = self.sketch.map(lambda tensor: tensor.to(device))
         sketch_read_bytes = torch.zeros((), dtype=torch.int64, device=device)
         return {"sketch": placed, "sketch_read_bytes": sketch_read_bytes, "token_threshold": token_threshold}
 
     def place(self, device: str) -> None:
-        """Have what is stored lie as `device` has it."""
+        """Lay stored tokens out as on `device`; nothing to do for keys and values."""
 
     def arguments(self, device: str, *, pin: bool = False) -> dict[str, Any]:
-        """What `step_of` takes but for what decides, on `device`; the bulk in pinned memory if `pin`."""
+        """The arguments of `step_of` on `device`, except those that decide or select; with `pin` the bulk is in pinned
+        memory."""
         rows = self.rows
         placed = {
             "query": self.query,
@@ -141,7 +143,8 @@ class StepBuffers:
         return placed | sinks | {"scaling": self.scaling}
 
     def forget_unneeded(self, flags: Tensor, selected: dict[tuple[int, int], Tensor] | None = None) -> int:
-        """Make nan what is not read: the bulk of KV heads without a flagged head, tokens not `selected`; bytes left."""
+        """Fill with nan what must not be read: the bulk of KV heads without a flagged head, and tokens that are not
+        `selected`. Returns the bytes that are left."""
         needed = 0
         for (row, head), tokens in (selected or {}).items():
             for buffer in self.stored:

@@ -1,4 +1,5 @@
-"""What users do with a cache: functions of a model, its cache and a folder for files, which return the last logits."""
+"""Uses of a cache as users have them: functions of a model, its cache and a folder for files that return the last
+logits."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def one_shot(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
 
 
 def chunked(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
-    """Chunks longer than the window, which stream the bulk; then a second turn in chunks."""
+    """A prompt in chunks longer than the window, which stream the bulk; then a second turn in chunks."""
     generate(model, prompt(90)[0], cache, tokens=30, prefill_chunk_size=25)
     return forced(model, prompt(70)[0].to(model.device), [25, 25, 1], cache)
 
@@ -36,7 +37,7 @@ def beams(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
 
 
 def cropped(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
-    """Into pending tokens, then into the bulk, and built upon again."""
+    """Crops into pending tokens, then into the bulk, each followed by generating again."""
     text = generate(model, prompt(90)[0], cache, tokens=20).sequences
     cache.crop(-5)
     text = generate(model, text[:, :110], cache, tokens=5).sequences
@@ -45,7 +46,7 @@ def cropped(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
 
 
 def rows(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
-    """Repeated, reordered and dropped."""
+    """Rows are repeated, reordered and dropped, each followed by generating."""
     generate(model, prompt(90)[0], cache, tokens=6)
     cache.batch_repeat_interleave(3)
     ids = prompt(105, 105, 105)[0]
@@ -56,7 +57,7 @@ def rows(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
 
 
 def copied_and_saved(model: PreTrainedModel, cache: QAdACache, folder: Path) -> Tensor:
-    """A copy goes on by itself; so does the original, and what was read back from its file."""
+    """A copy, the original and a cache loaded from its file go on independently, with the same logits."""
     text = generate(model, prompt(90)[0], cache, tokens=20).sequences
     twin = copy.deepcopy(cache)
     cache.save(folder / "cache.safetensors")

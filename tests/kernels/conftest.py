@@ -1,4 +1,4 @@
-"""What tests of several kernels share."""
+"""Fixtures that tests of several kernels share."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +31,6 @@ def short_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def whole_segments(short_rows: None) -> Iterator[None]:
-    """But segments are as in earnest."""
+    """As `short_rows`, with segments of the package's size."""
     with small_sketch(40):
         yield

@@ -61,7 +61,7 @@ def small_splits(tokens: int, scan: int) -> Iterator[None]:
 
 
 class Step(NamedTuple):
-    """What a step gave, and what was read of the bulks that it selects from, as `Scene.selected`."""
+    """A step's outputs and flags, and the tokens that it read of the bulks it selects from, as `Scene.selected`."""
 
     out: Tensor
     flags: Tensor
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the tokens of sketched heads, how many are read."""
+        """The share of sketched heads' tokens that are read."""
         return float(torch.cat(list(self.selected.values())).float().mean())
 
     @property
@@ -88,10 +88,11 @@ def run(
     pin: bool = False,
     **decision: Any,
 ) -> Step:
-    """Compute, and compare flags, outputs and bytes read with float64's; what is not to be read is nan. Heads that are
-    given no threshold all read their bulks. Of scenes with bits tokens are selected, unless the threshold is 0.
+    """Compute the scene's step by `path`; compare flags, outputs and bytes read with float64. Tokens that must not be
+    read are nan. Without a `threshold` all heads read their bulks. Scenes with bits select tokens, unless
+    `token_threshold` is 0.
 
-    On a CPU by one thread, which does a few heads at a time, and by so many that heads are split.
+    The CPU's kernel runs with one thread, which does a few heads at a time, and with so many that heads are split.
     """
     function, device = path
     decision = {"criterion": "gaussian" if "threshold" in decision else "dense"} | decision

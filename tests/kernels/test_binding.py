@@ -1,4 +1,4 @@
-"""What is checked and bound for a layer's steps is noticed to be different, and never read where it no longer is."""
+"""A change of tensors that are checked and bound for a layer's steps is noticed, and no freed memory is read."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ BULK = [(1100, 5), (63, 0)]
 
 
 def arguments(**options: Any) -> dict[str, Any]:
-    """What a call of an ordinary layer is told, with a sketch."""
+    """The arguments of `step_of` for an ordinary layer with a sketch."""
     scene = Scene(bulk=BULK, short=(2,), bits=2, **options)
     return scene.step_arguments("cpu", 1.0, threshold=scene.threshold())
 
@@ -79,7 +79,7 @@ def test_what_is_different_is_bound_anew(name: str) -> None:
     assert (used.bound is bound) == (name in STEPS)
 
 
-# Of what a step is told, in each of the ways that a kernel would read something else or elsewhere.
+# By argument of a step: changes after which a kernel would read other numbers, or other memory.
 WRONG: dict[str, list[Callable[[Tensor], Tensor]]] = {
     "query": [Tensor.double, lambda t: t[..., :16], lambda t: t[:-1], lambda t: t.repeat(1, 2, 2, 1), on_meta],
     "near_keys": [Tensor.half, lambda t: t[..., :16], lambda t: t[:, :1], on_meta, lambda t: t[:-1]],
@@ -101,7 +101,7 @@ TOGETHER = {"columns": ("local", "pending"), "rows": ROWS, "bulk": ("bulk_keys",
 
 @pytest.mark.parametrize("name", WRONG)
 def test_tensors_that_do_not_agree_are_refused(name: str) -> None:
-    """By the check that all kernels share, whatever is bound for the layer, and by the CPU's."""
+    """The check that all kernels share, and the CPU's kernel, refuse them, whatever is bound for the layer."""
     first = arguments()
     query, rows, layer = step_of(**first)
     operands.check(query, rows, layer)
@@ -127,7 +127,7 @@ def test_tensors_that_do_not_agree_are_refused(name: str) -> None:
     ],
 )
 def test_an_error_names_the_tensor(change: dict[str, torch.dtype], found: str, wanted: str) -> None:
-    """What it is, and what it should be."""
+    """The error says the tensor's dtype, and the one that it should have."""
     given = arguments()
     given |= {name: given[name].to(dtype) for name, dtype in change.items()}
     with pytest.raises(OperandError, match=f"{re.escape(found)}.*{re.escape(wanted)}"):

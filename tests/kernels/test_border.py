@@ -1,4 +1,4 @@
-"""What C++ is handed is checked, kernel by kernel: else it would read, or write, what is not its own."""
+"""The arguments of every C++ kernel are checked: it would read or write other memory if they were wrong."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 @pytest.mark.parametrize("setting", ["autocast", *SETTINGS])
 @torch.no_grad()
 def test_settings_of_the_process(setting: str) -> None:
-    """What a user may have set for a whole process changes nothing of what C++ is handed."""
+    """A setting that a user may make for the whole process does not change the arguments of C++ kernels."""
     model, ids = tiny("llama", head_dim=32), words(1500)[0]
 
     def read() -> Tensor:

@@ -1,4 +1,4 @@
-"""Where the compiled kernel cannot be built, kept or loaded: torch serves, or every process builds it."""
+"""If the compiled kernel cannot be built, kept or loaded, torch computes, or every process builds it."""
 
 import ctypes
 import functools
@@ -19,7 +19,8 @@ from qada_cache.said_once import warn_once
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As in a process that has built nothing yet; its cache folder. Kernels are built as quickly as can be."""
+    """The cache folder, in a process that has built nothing yet. Kernels are built without optimization, once for all
+    tests."""
     monkeypatch.setattr(building, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS))
     monkeypatch.setattr(building, "run_command", compile_once)
     monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
@@ -29,7 +30,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def without_kernel(caplog: pytest.LogCaptureFixture) -> str:
-    """What is said when torch has to serve; that it does is checked."""
+    """The warning of a process in which torch computes. Asserts that torch does, and that there is one warning."""
     with caplog.at_level(logging.WARNING):
         for queries in (2, 3):
             query, key, value = tensors(queries, 1100)
@@ -66,7 +67,7 @@ def test_on_another_system(
 
 @needs_compiler
 def test_where_no_path_goes_by_a_descriptor(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS: a copy of the kept library is loaded, built or found."""
+    """If no path leads to a descriptor's file, as on macOS, a copy of the kept library is loaded, built or found."""
     load, loaded = ctypes.CDLL, []
     monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded.append(path) or load(path))
     monkeypatch.setattr(building, "OF_DESCRIPTORS", None)
@@ -119,7 +120,8 @@ def test_a_folder_that_cannot_be_written_to(fresh: Path) -> None:
 def test_a_folder_that_nothing_is_loaded_from(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a disk that is mounted without leave to execute."""
+    """If nothing can be loaded from the folder, as on a disk mounted without leave to execute, every process builds the
+    kernel, and a warning says so."""
     load = ctypes.CDLL
 
     def refuse(path: str) -> ctypes.CDLL:

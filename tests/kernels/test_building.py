@@ -68,7 +68,7 @@ class Slow:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As in a process, and for a user, that has built nothing yet."""
+    """The package's folder of a user, in a process, that has built nothing yet."""
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(building, "_builds", building._Builds())
     warn_once.cache_clear()
@@ -136,7 +136,7 @@ def test_whoever_wants_it_waits_for_what_is_built_ahead(kept: bool, slow: Slow, 
 
 @needs_compiler
 def test_built_ahead_and_wanted_later(slow: Slow, home: Path) -> None:
-    """Also without a folder."""
+    """A kernel that is built ahead serves later callers without another build, even if no folder can keep it."""
     home.write_text("in the way")
     slow.build_ahead().join(SECONDS)
     assert slow.want()
@@ -145,7 +145,7 @@ def test_built_ahead_and_wanted_later(slow: Slow, home: Path) -> None:
 
 @needs_compiler
 def test_a_failure_is_told_when_it_is_wanted(slow: Slow, home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, after one try, and nothing is left behind."""
+    """A failed build ahead gives one warning, when the kernel is wanted. There is one try, and no file is left."""
     slow.fail.touch()
     with caplog.at_level(logging.WARNING):
         slow.build_ahead().join(SECONDS)
@@ -229,7 +229,7 @@ def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
 
 
 def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> None:
-    """What cannot have a thread of its own is built when it is wanted, by whoever wants it."""
+    """If no thread can be started to build a kernel ahead, the first caller that wants the kernel builds it."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -50,8 +50,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def path(kernels: str, device: str | None) -> Iterator[list[bool]]:
-    """By these kernels, with the bulk on the host if there is a `device`; for each step that the fused one computed,
-    whether it was given a sketch."""
+    """Inside, caches use these `kernels`, and the bulk is on the host if there is a `device`. Yields a list that gets,
+    for each step of the fused kernel, whether the step had a sketch."""
     seen, original = [], triton_decode.fused_decode
 
     def spy(query: Query, rows: Rows, layer: Operands) -> Any:
@@ -68,7 +68,7 @@ def path(kernels: str, device: str | None) -> Iterator[list[bool]]:
 
 
 def decoded(model: PreTrainedModel, cache: QAdACache, folder: Path) -> tuple[Tensor, QAdACache]:
-    """With turns of some tokens in between, and a crop into the bulk."""
+    """Logits of decoded tokens, with turns of some tokens in between, and a crop into the bulk; and the cache."""
     text = prompt(110)[0].to(model.device)
     first = forced(model, text[:, :96], [65, 1, 1, 1, 20, 3, 1], cache)
     cache.crop(-10)

@@ -79,7 +79,7 @@ def test_threads_share_the_one_head_that_is_read(monkeypatch: pytest.MonkeyPatch
 @needs_compiler
 @pytest.mark.parametrize("bits", [0, 2])
 def test_one_thread_does_little_work_alone(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the parts that several would do, so that nothing else changes."""
+    """One thread computes a small step alone, in the parts that several threads would compute: outputs are the same."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     scene, found = Scene(bulk=[(2000, 9)], short=(), bits=bits), []
     for products in (0, 2**60):

@@ -21,7 +21,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(tokens: int, dim: int, dtype: torch.dtype, mean: float, device: str = "cpu") -> Tensor:
-    """As models lay tokens out: heads of a token side by side."""
+    """Random tokens `[ROWS, HEADS, tokens, dim]` around `mean`, with a token's heads side by side, as models lay them
+    out."""
     made = torch.Generator().manual_seed(dim)
     return (torch.randn(ROWS, tokens, HEADS, dim, generator=made) + mean).to(dtype).transpose(1, 2).to(device)
 
@@ -64,7 +65,7 @@ def test_any_split_equals_float64(dims: tuple[int, int], dtype: torch.dtype, spl
 
 
 def test_keys_alone() -> None:
-    """Of the moments of keys, one mean stands for both; rows beside are left alone."""
+    """Moments of keys alone are updated if both means are the same tensor; other rows are left alone."""
     keys = draw(130, 48, torch.float32, 5.0)
     mean, covariance = torch.zeros(ROWS, HEADS, 48), torch.zeros(ROWS, HEADS, 48, 48)
     parts = [(own, own) for own in keys[1:].split([100, 30], dim=2)]

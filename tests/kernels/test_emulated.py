@@ -17,8 +17,8 @@ CACHES = cpu.build, prompt._build_once, quantizing.build_quantizer
 
 
 def compute(scene: Scene) -> list[Tensor]:
-    """A decode step, partial attention, a prompt and codes: arguments in structures of structures, and as numbers. Of
-    sizes that other tests have built."""
+    """Results of a decode step, partial attention, a prompt and codes. Their arguments are in structures of structures,
+    and numbers. Other tests have built these sizes."""
     for cache in CACHES:
         cache.cache_clear()
     found = [*compiled_decode.fused_decode(*step_of(**scene.step_arguments("cpu", 1.0, criterion="dense")))]

@@ -21,7 +21,7 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 
 @pytest.fixture(autouse=True)
 def nothing_tried(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """What other tests have found out is not known here, nor the reverse."""
+    """Kernels are chosen, and warnings given, as if no other test had run; later tests begin anew, too."""
     kernels._choose_operator.cache_clear()
     warn_once.cache_clear()
     yield
@@ -29,7 +29,7 @@ def nothing_tried(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, *operators: Attend, device: str = "cpu", workers: int = 1) -> list[int]:
-    """These operators instead of the device's own; how often each has been called."""
+    """Replace the device's operators by these; return the number of calls of each, which grows with calls."""
     calls = [0] * len(operators)
 
     def counted(place: int, attend: Attend) -> Attend:
@@ -213,7 +213,8 @@ def test_what_is_wrong_in_words() -> None:
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("causal", [False, True])
 def test_operators_of_a_gpu_have_these_signatures(place: int, causal: bool) -> None:
-    """By their shapes alone, which torch knows without a GPU."""
+    """Torch's fused operators for GPUs give outputs and log-sum-exps of the expected shapes, which torch finds without
+    a GPU."""
     query, key, value = (torch.empty(2, 3, 40, 64, dtype=torch.float16, device="meta") for _ in range(3))
     if not causal:
         query = query[:, :, :5]

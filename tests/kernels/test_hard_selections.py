@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("short_rows")
 
 @EVERY
 def test_rows_of_several_segments(path: Path) -> None:
-    """Of one to three; the last ones of 143, 32, 159 and 75 tokens, beside a row without a sketch."""
+    """Rows have one to three segments, the last ones of 143, 32, 159 and 75 tokens, beside a row without a sketch."""
     bulk = [(143, 5), (128 + 32, 3), (128 + 159, 0), (30, 2), (331, 9)]
     scene = Scene(bulk=bulk, short=(), dim=64, value_dim=24, dtype=torch.bfloat16, bits=2)
     for row, (tokens, _) in enumerate(bulk):  # what a segment is coded by is not what another is
@@ -34,7 +34,7 @@ def test_rows_of_several_segments(path: Path) -> None:
 
 @EVERY
 def test_values_that_follow_keys(path: Path) -> None:
-    """What stands for tokens lies far from the mean value, which is 0, by as much as each query says."""
+    """The substitute for unread tokens depends on the query, and lies far from their mean value, which is 0."""
     scene = Scene(bulk=[(257, 0)], short=(), bits=2)
     keys = scene.keys[0] - scene.keys[0][:, 3:260].mean(dim=1, keepdim=True)
     scene.values[0][:, 3:260] = scene.stored[1][0, :, :257] = keys.flip(2)[:, 3:260]
@@ -68,7 +68,8 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
 @EVERY
 @pytest.mark.usefixtures("whole_segments")
 def test_the_rest_is_a_sum_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of keys that are read, estimates are far above their scores: a difference of these sums would be of rounding."""
+    """The mass of unread tokens is summed by itself. Estimates of keys that are read are far above their scores here,
+    so that a difference of sums of estimates would be mere rounding."""
     monkeypatch.setattr(selection, "UNRELIABLE", torch.inf)
     scene = Scene(bulk=[(257, 0)], short=(), group=1, bits=1)
     for head in range(2):
@@ -88,8 +89,9 @@ def test_the_rest_is_a_sum_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("buffer", [0, 1])
 def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
-    """A key or value that is not a number, read or not, is in the centre, the codes, or the mean value. Where a key is
-    infinite, its sketch is unreliable, and all is read: a query that it turns away from sees nothing of it."""
+    """A key or value that is not finite shows in outputs, whether it is read or not: through the centre, the codes or
+    the mean value. The sketch of an infinite key is unreliable, so all tokens are read: then a query whose score for
+    this key is -inf has a finite output."""
     function, device = path
     for token in (5, 200):
         scene = Scene(bulk=[(257, 3)], short=(), bits=2)

@@ -33,7 +33,7 @@ SETS = {
 def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not SETS[request.param] <= prompt.read_instructions():
         pytest.skip("the processor cannot run it")
-    # What the source has for them is the subject: the compiler, which takes long for the oldest, need not do its best.
+    # The source's code for each set is the subject, so -O1 is enough: -O3 takes long for the oldest sets.
     own = f"-march={request.param}"
     others = {"-march=native": own, "-mcpu=native": own, "-O3": "-O1"}
     flags = [others.get(flag, flag) for flag in building.FLAGS]

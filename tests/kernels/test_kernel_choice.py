@@ -48,7 +48,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "group-any": {"group_rule": "any"},
     "bfloat16": {"dtype": torch.bfloat16, "value_dim": 24},
 }
-# By default one with each policy and scenario that a kernel can tell from others; which moments it is given, it cannot.
+# The default suite has each policy and scenario that differ for a kernel; sources of moments do not differ for it.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "turns-static-kv-heads": ("turns", POLICIES["static-kv-heads"]),
     "crops_with_padding-group-any": ("crops_with_padding", POLICIES["group-any"]),

@@ -177,7 +177,8 @@ def test_softmax_average_of_extreme_scores() -> None:
 def test_keys_split_among_threads(
     tokens: int, heads: int, threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a few heads out of a larger buffer, as the bulk hands them out; every thread gets as many parts."""
+    """Every thread gets as many parts of the keys as the others. Keys are a few heads of a larger buffer, as the bulk
+    gives them."""
     monkeypatch.setattr(kernels, "MIN_SPLIT_TOKENS", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, key, value = (tensor[1:, :heads] for tensor in tensors(1, 200, group=4, dtype=dtype))

@@ -18,9 +18,9 @@ from qada_cache.sketch import Layout, count_closed, count_segments
 from qada_cache.sketch.codec import Sketch
 from qada_cache.sketch.coded import RecordLayout, code_tokens, decode_keys, estimate_keys, find_query_weights
 
-# Of torch's error, mean and largest: sums are made in another order.
+# Allowed error in units of torch's, mean and largest: sums have another order.
 NEAR = {torch.bfloat16: (1.02, 1.5), torch.float16: (1.02, 1.5), torch.float32: (1.3, 2.0)}
-# Of queries and tokens: around vectors of 4, 8 and 16 queries, pairs of these, and tiles of 64 tokens.
+# Numbers of queries and of tokens: around vectors of 4, 8 and 16 queries, pairs of these, and tiles of 64 tokens.
 CALLS = [(1, 1), (4, 63), (16, 64), (17, 65), (40, 300), (128, 129)]
 NATIVE = "native"
 SCALING = 0.1
@@ -32,7 +32,7 @@ def built_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if platform.machine() not in ("x86_64", "AMD64") or not SETS.get(request.param, set()) <= read_instructions():
         pytest.skip("the processor cannot run it")
     flags = [flag.replace("native", request.param) for flag in building.FLAGS]
-    # What the source has for older ones is the subject: the compiler need not do its best.
+    # The source's code for older processors is the subject, so -O1 is enough.
     flags = flags if request.param == NATIVE else ["-O1" if flag == "-O3" else flag for flag in flags]
     monkeypatch.setattr(building, "FLAGS", tuple(flags))
     latent.build_latent.cache_clear()
@@ -62,7 +62,7 @@ Attend = Callable[..., tuple[Tensor, Tensor] | None]
 
 
 def check_errors(attend: Attend, dtype: torch.dtype, dim: int, rank: int) -> None:
-    """What a kernel makes of queries and latents, in all `CALLS`, is as near to float64 as what torch does."""
+    """Assert that a kernel's outputs for queries and latents, in all `CALLS`, are as near to float64 as torch's."""
     mean, most = NEAR[dtype]
     errors: list[tuple[Tensor, Tensor]] = []
     for queries, tokens in CALLS:
@@ -111,7 +111,8 @@ def test_records_are_decoded(dtype: torch.dtype, dim: int, rank: int, bits: int)
 
 
 def check_records(attend: Attend, dtype: torch.dtype, dim: int, rank: int, bits: int, tokens: int = 1300) -> None:
-    """Of bulks that end in the last segment, or before. Torch is given tokens rounded to the model's dtype."""
+    """Assert that a kernel attends to records of latents as torch does to decoded ones, which are rounded to the
+    model's dtype. Bulks end in the last segment, or before it."""
     made = torch.Generator().manual_seed(0)
     keys = 2 * torch.randn(2, 1, tokens, dim, generator=made) + torch.randn(2, 1, 1, dim, generator=made)
     energies, layout = torch.rand(1, dim, generator=made), Layout.from_bits(dim, 1.5)

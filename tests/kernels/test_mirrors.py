@@ -1,4 +1,4 @@
-"""What Python passes to C++: both sides name the same fields of the same kinds, in the same order."""
+"""Structures that Python passes to C++ have the same fields of the same types in the same order on both sides."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ void* operator new[](std::size_t size) { return operator new(size); }  // the li
 
 @pytest.fixture(scope="module")
 def header(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all, so that a kernel is built once for any number of threads."""
+    """The header of an allocator that fails, one for all tests, so that a kernel is built once for any number of
+    threads."""
     path = tmp_path_factory.mktemp("allocator") / "allocator.h"
     path.write_text(ALLOCATOR)
     return path
@@ -62,7 +63,8 @@ def fail_after(
 
 
 def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
-    """By a sketch and by whole bulks, with pending tokens; nothing is counted for a step that failed."""
+    """A step over sketched and whole bulks, with pending tokens, raises if any allocation fails, and then counts no
+    bytes."""
     scene = Scene(bulk=BULK[Scene], group=2, bits=1.5)
     decision = {"group_rule": "head", "threshold": scene.threshold("head")}
     flags, threshold = scene.flags(criterion="gaussian", **decision), scene.token_threshold()
@@ -105,7 +107,8 @@ def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> No
 
 
 def test_threads_that_end_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a server's, each of which has helpers of its own for a while: what these keep between steps goes with them."""
+    """A thread's end frees the memory that its helper threads keep between steps, as in a server with a thread for each
+    request."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     scene = Scene(bulk=[(20_000, 0)], short=(), kv_heads=8, group=16, dim=16, bits=1)
     call = step_of(**scene.step_arguments("cpu", 1e-30, criterion="dense"))

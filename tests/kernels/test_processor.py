@@ -1,4 +1,4 @@
-"""What each system says of its processor, and what compilers are told of it."""
+"""Each system's description of its processor is understood, and compilers get the right flags."""
 
 import ctypes
 from pathlib import Path
@@ -20,7 +20,7 @@ CORES = {
 
 @pytest.fixture(autouse=True)
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As at first, and as if torch were told nothing."""
+    """The processor is looked up anew, without the variable that limits torch's instructions."""
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     processor.read_instructions.cache_clear()
     yield

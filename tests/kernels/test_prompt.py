@@ -19,8 +19,8 @@ from qada_cache.kernels.operands import Query
 
 pytestmark = [needs_compiler, needs_vectors]
 
-# Of a head, and of which processors (`SETS`): each is a build. A dtype has every set of instructions, and sizes that
-# fill its vectors and such that do not; where vectors end is the same for both.
+# Sizes of a head, a dtype, and a processor's instructions (`SETS`): each is a build. A dtype has every set, and sizes
+# that fill its vectors and ones that do not; where vectors end is the same for both.
 SIZES = [
     *((dim, value_dim, torch.bfloat16, "newest") for dim, value_dim in ((64, 64), (128, 128), (80, 48), (18, 16))),
     *((64, 64, torch.bfloat16, "middle"), (80, 48, torch.bfloat16, "least"), (256, 256, torch.bfloat16, "least")),
@@ -28,7 +28,7 @@ SIZES = [
     (18, 16, torch.float32, "least"),
     *((dim, value_dim, torch.bfloat16, "tiles") for dim, value_dim in ((64, 64), (128, 128), (80, 48), (18, 16))),
 ]
-# Of torch's error, mean and largest: in float32 sums are made in another order, and short ones tell.
+# Allowed error in units of torch's, mean and largest: float32 sums have another order, which shows in short ones.
 NEAR = {torch.bfloat16: (1.02, 1.5), torch.float32: (1.6, 2.5)}
 # Around a strip of 6 or 32 queries, a block of 96, a chunk of 16 or 64 keys and a tile of 256.
 CALLS = [(64, 64), (96, 96), (97, 255), (101, 256), (193, 257), (64, 1000), (700, 700)]
@@ -95,7 +95,7 @@ def test_as_near_to_float64_as_torch(
 
 
 def test_parts_are_not_rounded() -> None:
-    """What `partial_attention` gives others to merge."""
+    """`partial_attention` does not round outputs of parts, which are still to be merged."""
     query, key, value = tensors(100, 300, 64, 64)
     wanted, wanted_lse = in_float64(query[:, :2], key, value, False)
     out, lse = partial_attention(query[:, :2], key, value, scaling=0.2)
@@ -130,7 +130,7 @@ def test_scores_far_apart_and_alike() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", [1e10, 1e17])
 def test_scores_beyond_what_exponents_hold(spread: float, dtype: torch.dtype) -> None:
-    """Whose rounding is more than any score of a model."""
+    """Outputs are right for scores beyond the range of exponents, whose rounding exceeds any score of a model."""
     query, key, value = (part.clone() for part in tensors(200, 600, 64, 64, spread, dtype))
     value /= spread**0.5
     wanted, wanted_lse = in_float64(query, key, value, True)

@@ -61,8 +61,8 @@ def test_a_padded_batch_in_a_cache(side: str, served: list[int]) -> None:
 @pytest.mark.parametrize("form", ["bool", "numbers"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_mask_of_one_s_own(is_causal: bool, form: str, served: list[int]) -> None:
-    """By the kernel if it is causal, as near to float64 as with DynamicCache; by the model's own if two tokens see each
-    other."""
+    """The kernel computes a causal mask of the caller's, as near to float64 as with DynamicCache. The model's own
+    attention computes one in which two tokens see each other."""
     model = tiny("llama", head_dim=32).bfloat16()
     mask = torch.ones(1, 1, 300, 300, dtype=torch.bool).tril()
     mask[..., 280, 281] = not is_causal

@@ -28,7 +28,7 @@ def keys_and_energies(tokens: int, dim: int, dtype: torch.dtype = torch.float32)
 
 @pytest.mark.parametrize(("dtype", "dim", "bits", "tokens"), SIZES)
 def test_codes_are_torch_s(dtype: torch.dtype, dim: int, bits: float, tokens: int) -> None:
-    """But for what lies between two numbers, now and then: sums are made in another order."""
+    """Codes equal torch's, except for some numbers near the middle of two codes: sums have another order."""
     (keys, energies), layout = keys_and_energies(tokens, dim, dtype), Layout.from_bits(dim, bits)
     for known in (energies, None):
         plain, found = (code(keys, known, layout) for code in (codec.quantize_segments, quantizing.quantize_segments))
@@ -72,7 +72,7 @@ def test_equals_float64(dtype: torch.dtype, dim: int, bits: float, tokens: int) 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_shows(bad: float) -> None:
-    """In the segment and head that has it."""
+    """A key that is not finite makes the unit of its own segment and head not finite, and no other."""
     keys, energies = keys_and_energies(1100, 64)
     keys[0, 1, 7, 3] = bad
     made = quantizing.quantize_segments(keys, energies, Layout.from_bits(64, 1.5))
@@ -96,7 +96,7 @@ def test_threads_change_nothing() -> None:
 
 
 def test_segments_alone_and_together() -> None:
-    """To the bit, wherever their keys lie."""
+    """A segment is coded alone as among others, to the bit, whatever the strides of its keys."""
     (keys, energies), layout = keys_and_energies(1331, 80, torch.bfloat16), Layout.from_bits(80, 2)
     made = quantizing.quantize_segments(keys, energies, layout)
     for start, stop in segment_spans(1331):

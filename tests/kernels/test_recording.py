@@ -81,7 +81,7 @@ def test_equals_float64(size: tuple[int, int, float, int], built_for: None) -> N
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_records_are_those_of_torch(size: tuple[int, int, float, int], dtype: torch.dtype, built_for: None) -> None:
-    """But for numbers between two levels, of which each takes one; spans begin and end at segments."""
+    """Records equal torch's, except for numbers near the middle of two levels. Spans begin and end at segments."""
     dim, value_dim, bits, rung = size
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(2, 3, TOKENS, size, generator=generator).to(dtype) for size in (dim, value_dim))
@@ -128,7 +128,7 @@ def test_long_turns_are_those_of_torch(bits: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing can be built there is one warning and no error."""
+    """If no kernel can be built, `code_records` returns None for torch to compute, and raises nothing."""
     monkeypatch.setattr(building, "find_compiler", lambda: "/no/compiler")
     recording.build_coder.cache_clear()
     layout = RecordLayout.from_bits(64, 64, 8)

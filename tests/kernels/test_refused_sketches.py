@@ -50,7 +50,7 @@ def test_a_sketch_of_something_else_is_refused(name: str) -> None:
 @pytest.mark.usefixtures("whole_segments")
 @pytest.mark.parametrize("path", [COMPILED, KERNEL, GPU])
 def test_what_records_and_sketch_do_not_hold_is_refused(path: Path) -> None:
-    """By every kernel, before it reads."""
+    """Every kernel refuses records and sketches of wrong shapes, dtypes or devices before it reads them."""
     function, device = path
     given = RecordScene(bulk=[(1100, 9), (900, 0)], short=(), bits=2).step_arguments(device, 1.0, criterion="dense")
     records, sketch = given["records"], given["sketch"]

@@ -85,7 +85,7 @@ def count_pairs(tokens: int, shares: list[float], *, sinks: int = 16, window: in
     indirect=["instructions"],
 )
 def test_as_float64_computes_it(tokens: int, dim: int, value_dim: int, sizes: dict[str, int]) -> None:
-    """But for few blocks, where a key lies so near the cut that rounding decides."""
+    """Outputs equal float64's, except in few blocks, where a key is so near the cut that rounding decides."""
     if tokens == 4700 and sizes:
         pytest.skip("once is enough: more than 64 segments, of which centres are scored at once")
     call = tensors(tokens, dim, value_dim)
@@ -166,7 +166,8 @@ def test_by_tiles_nothing_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_query_is_told_of_later_tokens() -> None:
-    """Of a prompt of the same length: where it ends decides which queries are exact."""
+    """Later tokens do not change a query's output in a prompt of the same length. The length itself does: it decides
+    which queries are exact."""
     call, other = tensors(1000, 64, 64), tensors(1000, 64, 64)
     for changed, part in zip(other, call, strict=True):
         changed[:, :, 777:] += torch.randn(part[:, :, 777:].shape, generator=torch.Generator().manual_seed(1))
@@ -238,7 +239,7 @@ def test_rows_of_a_batch(side: str) -> None:
 
 @pytest.mark.parametrize("cuts", [[433 + 66 * 3, 433 + 66 * 5], [50, 433, 1060]], ids=str)
 def test_a_prompt_in_parts(cuts: list[int]) -> None:
-    """What is read does not depend on where it is cut, if blocks end there: they begin at 433, or where a part does."""
+    """The selection does not depend on the cuts, if these are ends of blocks. Blocks begin at 433, or with a part."""
     call = tensors(1100, 64, 64)
     told = {"sinks": 134, "window": 50}
     assert selected_prompt.find_selecting(1100, **told) == slice(433, 1050)

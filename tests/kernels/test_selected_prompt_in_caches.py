@@ -59,7 +59,7 @@ def test_in_a_cache() -> None:
 
 @torch.no_grad()
 def test_under_autocast() -> None:
-    """Which lowers products: those of the estimate are of float32 all the same."""
+    """Autocast, which lowers products to bfloat16, does not change the selection, whose products stay float32."""
     model, ids = tiny(dtype=torch.bfloat16), prompt(900)[0]
     found = []
     for enabled in (False, True):
@@ -69,7 +69,7 @@ def test_under_autocast() -> None:
 
 
 def test_a_fork_does_not_say_otherwise() -> None:
-    """Of how a prompt was read, which a PrefixStore has to know."""
+    """A fork cannot change `prefill_threshold`: a PrefixStore has to know how a prompt was read."""
     cache = QAdACache(tiny(), moments="current", prefill_threshold=THETA)
     with pytest.raises(ValueError, match="prefill_threshold"):
         cache.fork(prefill_threshold=0.0)

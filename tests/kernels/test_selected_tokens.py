@@ -70,7 +70,7 @@ SIZES_OF_RECORDS = [
 def test_records(
     path: Path, dim: int, value_dim: int, dtype: torch.dtype, bits: float, group: int, rung: int, selects: bool
 ) -> None:
-    """Of a row that lies in records, and of a short one."""
+    """Rows in records, long and short, are read as float64 reads them."""
     sizes = {"dim": dim, "value_dim": value_dim, "dtype": dtype, "bits": bits, "group": group, "rung": rung}
     step = run(path, RecordScene(bulk=[(201, 9), (39, 0)], short=(2,), kv_heads=1, **sizes), **{} if selects else ALL)
     assert not selects or 0.05 < step.share < 0.9
@@ -107,7 +107,7 @@ def test_large_groups_over_records(path: Path) -> None:
     mark_rest_slow([(72, 64, 9, torch.bfloat16), (40, 24, 5, torch.float32), (576, 512, 16, torch.float16)], 2),
 )
 def test_values_in_keys(path: Path, dim: int, value_dim: int, group: int, dtype: torch.dtype, selects: bool) -> None:
-    """As latents are: one key for all heads, whose first channels are the value."""
+    """Kernels read tokens like latents: one key for all heads, whose first channels are the value."""
     sizes = {"kv_heads": 1, "group": group, "dim": dim, "value_dim": value_dim, "shared": True}
     scene = Scene(bulk=[(257, 5), (39, 9), (63, 0)], dtype=dtype, bits=2 if selects else 0, **sizes)
     asked = scene.token_threshold(0.1) if selects else None
@@ -124,7 +124,7 @@ def test_values_in_keys(path: Path, dim: int, value_dim: int, group: int, dtype:
 def test_values_in_keys_of_records(
     path: Path, dim: int, value_dim: int, group: int, dtype: torch.dtype, rung: int, selects: bool
 ) -> None:
-    """Likewise, where the channels are decoded."""
+    """Values that are the first channels of keys are decoded from the keys' records."""
     sizes = {"kv_heads": 1, "group": group, "dim": dim, "value_dim": value_dim, "shared": True}
     bulk = [(193, 5), (0, 1), (63, 0)] + [(331, 70)] * (dim < 576)  # which the interpreter takes seconds for
     scene = RecordScene(bulk=bulk, dtype=dtype, bits=1.5, rung=rung, **sizes)
@@ -187,7 +187,7 @@ def test_from_no_token_to_all(path: Path, kind: type[Scene], token_threshold: fl
 def test_where_records_lie(
     path: Path, dim: int, shared: bool, copied: tuple[str, ...], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a bus or behind it, and at multiples of how many bytes."""
+    """Records are read right on the device and behind a bus, at strides of multiples of several numbers of bytes."""
     monkeypatch.setattr(triton_decode.sizing, "COPIED", copied)
     monkeypatch.setitem(coded.STRIDES, "cpu", step)
     value_dim = dim - 8 if shared else dim

@@ -1,4 +1,4 @@
-"""By default a GPU decodes with Triton's kernel where a trial finds nothing wrong: the trial, and what follows from it.
+"""A GPU decodes with Triton's kernel by default, if a trial finds no fault: the trial, and its consequences.
 
 The kernel is Triton's under its interpreter, or a stand-in of the reference that is made wrong in one thing.
 """
@@ -38,7 +38,7 @@ CODED_LATENTS: dict[str, Any] = {"layout": LAYOUT, "records": RecordLayout(32, 0
 
 @pytest.fixture(autouse=True)
 def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of what other tests have found out nothing is known here, nor the reverse."""
+    """Trials are made, and warnings given, as if no other test had run; later tests try anew, too."""
     monkeypatch.delenv("QADA_KERNELS", raising=False)
     decode_trial.find_decode_fault.cache_clear()
     warn_once.cache_clear()
@@ -93,7 +93,7 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: p
 def test_nothing_is_wrong_with_the_kernels(
     dtype: torch.dtype, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By half of what is allowed."""
+    """The kernels pass their trial even with half of the allowed tolerance."""
     monkeypatch.setattr(reference, "TOLERANCE", {dtype: within / 2 for dtype, within in reference.TOLERANCE.items()})
     assert decode_trial.find_decode_fault(decode.fused_decode, CPU, dtype, **SIZES | sizes) is None
 

@@ -50,7 +50,8 @@ def make_keys(tokens: int, dim: int, dtype: torch.dtype, rows: int = 1) -> tuple
 def code(
     keys: Tensor, energies: Tensor | None, layout: Layout, *, row: int = 1, before: int = BEFORE, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """What the kernels write of keys, on the host; nothing else may change."""
+    """Code keys of rows from `row` on, behind `before` segments; return the sketch's new parts on the host. Asserts
+    that the kernels changed nothing else."""
     rows, tokens = len(keys), keys.shape[2]
     fields = list_fields(layout.dim, 8, layout.count, before * SEGMENT + tokens + BEHIND).items()
     made = {name: torch.full((ROWS, HEADS, *shape), 77, dtype=kind, device=device) for name, (kind, shape) in fields}
@@ -73,7 +74,7 @@ def code(
 
 
 def find_error(keys: Tensor, made: dict[str, Tensor], energies: Tensor, layout: Layout) -> float:
-    """Of scores, squared and summed, that these energies expect."""
+    """The squared error of scores, summed over tokens, that the sketch has for queries of these energies."""
     off = keys.float() - estimate_keys(made, layout)
     return float((off.square() * energies[:, None]).sum())
 
@@ -99,7 +100,7 @@ def find_error(keys: Tensor, made: dict[str, Tensor], energies: Tensor, layout: 
 def test_codes_are_those_of_torch(
     dim: int, bits: float, dtype: torch.dtype, tokens: int, known: bool, device: str
 ) -> None:
-    """But for ties that sums in another order break otherwise."""
+    """Codes equal torch's, except for ties that sums in another order break in another way."""
     keys, energies = make_keys(tokens, dim, dtype, rows=2)
     layout = Layout.from_bits(dim, bits)
     assert layout is not None
@@ -170,7 +171,7 @@ def test_keys_that_do_not_differ(device: str) -> None:
     ],
 )
 def test_what_follows_is_that_of_torch(dim: int, value_dim: int, bits: float, length: int, device: str) -> None:
-    """Of two rows of three; the other one is left alone."""
+    """The fields that are derived from segments equal torch's, for two rows of three; the other is left alone."""
     layout, made = Layout.from_bits(dim, bits), torch.Generator().manual_seed(dim)
     assert layout is not None
     shapes = list_fields(dim, value_dim, layout.count, length + BEHIND)
@@ -211,7 +212,7 @@ def test_what_follows_is_that_of_torch(dim: int, value_dim: int, bits: float, le
 def test_records_are_those_of_torch(
     dim: int, value_dim: int, bits: float, rung: int, dtype: torch.dtype, following: int, device: str
 ) -> None:
-    """Of some segments of one row among others: two closed ones, or the last one, whatever its length."""
+    """Records of some segments of one row equal torch's: of two closed segments, or of the last, of any length."""
     keys, energies = make_keys(SEGMENT + following, dim, dtype, rows=ROWS)
     values, _ = make_keys(SEGMENT + following, value_dim, dtype, rows=ROWS)
     layout, records = Layout.from_bits(dim, bits), RecordLayout.from_bits(dim, value_dim, rung)

@@ -1,4 +1,4 @@
-"""What the decode kernels are compiled for, and that they compile for CUDA, which needs no device."""
+"""The decode kernels compile for CUDA, which needs no device, and for no more variants than they should."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ for command in sys.argv[1:]:
 
 
 def run_compiled(folder: Path, *commands: str) -> str:
-    """What scripts of tests/helpers print, in one process whose kernels are not bound to the interpreter."""
+    """Run scripts of tests/helpers in one process without Triton's interpreter; return their output."""
     helpers = Path(__file__).parents[1] / "helpers"
     path = [str(helpers), str(helpers.parents[1]), os.environ.get("PYTHONPATH", "")]
     told = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(path)}
@@ -50,7 +50,7 @@ def test_kernels_of_other_sizes_compile_for_cuda(triton_folder: Path) -> None:
 def test_nothing_is_compiled_anew_when_the_bulk_grows(
     bits: int, coded: bool, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What kernels are compiled for, their constants, does not follow the capacity."""
+    """The kernels' constants, for each set of which Triton compiles anew, do not depend on the bulk's capacity."""
     monkeypatch.setattr(triton_decode, "MIN_TOKENS", 1)
     for stored in (40, 300, 1500, 5000):
         scene = (RecordScene if coded else Scene)(bulk=[(stored, 9)] * 3, short=(), bits=bits)

@@ -14,7 +14,7 @@ from qada_cache.kernels.triton import copying
 
 
 def draw(tokens: int, dim: int, dtype: torch.dtype, device: str) -> Tensor:
-    """As models lay tokens out: heads of a token side by side."""
+    """Random tokens `[2, 2, tokens, dim]` with a token's heads side by side, as models lay them out."""
     return torch.randint(-99, 99, (2, tokens, 2, dim)).to(dtype).transpose(1, 2).to(device)
 
 
@@ -42,7 +42,8 @@ def test_runs_lie_side_by_side(
 
 
 def test_what_is_not_copied() -> None:
-    """At half a vector, by channels apart, of other numbers or channels, of no tokens."""
+    """The kernel does not copy tensors at half a vector, with strided channels, of unlike dtypes or channels,
+    or without tokens."""
     good, wide = torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 16)
     assert copying.can_copy([(good, good)])
     others = [

@@ -39,7 +39,7 @@ def test_any_split_equals_float64(
 
 @DEVICES
 def test_keys_alone(device: str) -> None:
-    """Of the moments of keys, one mean stands for both; rows beside are left alone."""
+    """Moments of keys alone are updated if both means are the same tensor; other rows are left alone."""
     keys, dim = draw(130, 40, torch.bfloat16, 5.0, device), 40
     mean, covariance = (torch.zeros(ROWS, HEADS, *shape, device=device) for shape in ((dim,), (dim, dim)))
     for start, stop in itertools.pairwise((0, 100, 130)):

@@ -17,7 +17,7 @@ from test_triton_coding import HEADS, ROWS, SEGMENT, make_keys
 
 from qada_cache.kernels.triton import decoding
 
-# Of a number that is rounded to the dtype: a sum in another order is rounded to a neighbour now and then.
+# Relative tolerance of numbers rounded to a dtype: a sum in another order is sometimes rounded to a neighbour.
 ROUNDED = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
@@ -49,8 +49,8 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_tokens_are_those_of_torch(
     dim: int, value_dim: int, bits: float, rung: int, dtype: torch.dtype, distance: int, device: str
 ) -> None:
-    """Of any span of a bulk, of its closed segments or the last one, of some rows and heads, and of records that lie
-    `distance` bytes further apart."""
+    """Decoded tokens equal torch's: of any span of a bulk, in closed segments or the last one, of some rows and heads,
+    and from records with `distance` more bytes of stride."""
     tokens = 3 * SEGMENT + SEGMENT // 4 + 5
     keys, energies = make_keys(tokens, dim, dtype, rows=ROWS)
     values, _ = make_keys(tokens, value_dim, dtype, rows=ROWS)

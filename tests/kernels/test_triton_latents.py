@@ -205,7 +205,7 @@ def test_what_is_wrong_is_noticed(
 @interpreter
 @pytest.mark.usefixtures("taken_for_gpu")
 def test_what_is_wrong_with_records_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of who takes the second segment's tokens for the first one's."""
+    """A kernel that takes the second segment's tokens for the first one's is not chosen."""
     original = kernel.attend_recorded_latents
     told = *tensors(3, 90, 48, torch.float32), 32, "auto", Layout.from_bits(48, 1.5), RecordLayout.from_bits(48, 0, 8)
     assert latent_choice.find_recorded_attention(*told) is original

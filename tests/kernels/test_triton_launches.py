@@ -1,4 +1,4 @@
-"""What a step of Triton's costs the host: launches, and operations of torch's; and memory that steps share."""
+"""The host's work for a step of Triton's kernels, launches and torch's operations, and memory that steps share."""
 
 import gc
 import threading
@@ -90,7 +90,7 @@ def test_a_layers_whole_step(sketch: str, launches: int, launched: list[Any], mo
     launched.clear()
     launch_time.make_step(decoder, None)()
     assert len(launched) == 2 * launches
-    # Of torch's operations there are none but views; outputs and decisions take memory.
+    # Torch's only operations are views; outputs and decisions take memory.
     assert (operations.computed, operations.allocated) == (0, 2)
     decoder.counted.clear()
     graph, before = launch_time.DecodeGraph(asked=True), decoder.cache.get_seq_length()

@@ -60,7 +60,7 @@ def find_shares(
 
 
 def check_shares(found: Tensor, wanted: Tensor, off: float) -> None:
-    """They are rounded up, and no share is more than `off`."""
+    """Assert that found shares are the wanted ones, within a relative error of `off`, rounded up to whole 256ths."""
     assert 1 < wanted.mean() < 250
     assert (found >= torch.ceil(wanted * (1 - off)).clamp_min(4).int()).all()
     assert (found <= torch.ceil(wanted * (1 + off)).clamp_max(256).int()).all()
@@ -191,7 +191,7 @@ def test_the_last_queries_read_everything(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("spread", [0.0, 5e-4])
 def test_keys_that_hardly_differ(spread: float) -> None:
-    """Of numbers of a dtype with a small range, too, all are read where the threshold says so."""
+    """Keys that hardly differ are coded finitely, and all read at a low threshold, even in float16, of small range."""
     query, key, value = tensors(300, 2, 1, 64, 64, torch.float16)
     key = (0.5 + spread * torch.randn(key.shape, generator=torch.Generator().manual_seed(0))).half()
     assert encode(key, key.dtype)[0].isfinite().all()
@@ -224,7 +224,7 @@ def attend_in_chunks(call: list[Tensor], cuts: list[int], threshold: float) -> t
 
 
 def test_chunks_of_blocks_are_read_as_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same codes: the last chunk alone has the last queries, also where that is less than a block."""
+    """Chunks of whole blocks read the same keys by the same codes; the last one, of any length, has the window."""
     monkeypatch.setattr(selected_prompt, "encode", lambda key, _: (key.contiguous(), torch.ones(*key.shape[:2])))
     monkeypatch.setattr(sampled_prompt, "MAX_SHARE", 1)
     call = tensors(517, 4, 2, 64, 48, torch.float32)
@@ -268,7 +268,7 @@ def test_chunks_in_a_cache(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def select(kernels: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Tensor | None, QAdALayer, list[Tensor]]:
-    """What a layer makes of a prompt of two rows."""
+    """Outputs of a new layer for a prompt of two rows, or None; the layer; the prompt's queries, keys and values."""
     monkeypatch.setattr(prompt_choice, "MIN_TOKENS", 1)
     call = [part.expand(2, -1, -1, -1) for part in tensors(300, 4, 2, 64, 48, torch.float32)]
     layer = new_layer(*call[1:], kernels=kernels, prefill_threshold=300.0, sink_tokens=SINKS)
@@ -276,7 +276,7 @@ def select(kernels: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[
 
 
 def test_a_layer_reads_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And counts pairs in every mode, also of a cache that is cropped to nothing and reads another prompt."""
+    """A layer reads by the kernel, and counts pairs in every mode, also after a crop to nothing and another prompt."""
     with torch.inference_mode():
         found, layer, call = select("triton", monkeypatch)
     out, pairs = attend(call, 300.0, layer.options.window)

@@ -77,7 +77,7 @@ def test_estimates_equal_the_reference(
 
 @DEVICES
 def test_what_says_nothing(device: str) -> None:
-    """Of two estimates a number comes before a nan, and infinities stay; without moments tokens are stored alone."""
+    """If one of two estimates is nan, the other counts; infinities stay. Without moments tokens are stored alone."""
     query, new = random(4, KV_HEADS, 1, 8), [random(4, KV_HEADS, 1, 8, seed=1)] * 2
     mean, covariance, _ = to_told(make_moments(1, KV_HEADS, 8, 2), device)
     first, second = ([math.nan, 1.0, math.inf, -math.inf], [2.0, math.nan, 3.0, -math.inf])
@@ -132,7 +132,8 @@ def test_a_trial(dtype: torch.dtype) -> None:
 
 
 def test_who_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where "auto" takes Triton's kernels, this one if its trial passes; a fault is warned of."""
+    """Triton's storing kernel is taken if asked for, or by "auto" on its devices if a trial passes; a fault is warned
+    of."""
     near, warned = torch.zeros(1, 1, 4, 8), []
     assert isinstance(make_storer("triton", near, near, 2), storing.Storer)
     assert make_storer("triton", near, near.half(), 2) is None  # no decode kernel serves these either

@@ -37,7 +37,8 @@ def small() -> Iterator[None]:
 
 
 def make_turn(scene: Scene, queries: int) -> tuple[Query, Rows, Operands]:
-    """Of a scene's rows: their newest tokens, each of which sees what came before it; one, of one row, is padding."""
+    """The arguments of a turn of `queries` tokens, the newest of a scene's rows. Each sees the tokens before it. One
+    token of the first row is padding."""
     made = torch.Generator().manual_seed(queries)
     query, rows, layer = step_of(**scene.step_arguments("cpu", None if scene.sketched_rows() else 1.0))
     noise = torch.randn(*query.states.shape[:2], queries, scene.dim, generator=made)
@@ -56,8 +57,8 @@ def make_turn(scene: Scene, queries: int) -> tuple[Query, Rows, Operands]:
 
 
 def one_by_one(query: Query, rows: Rows, layer: Operands) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """What the reference says of each query; bytes of the tokens that any of them reads; and bytes of the sketch, of
-    which what several read counts as often."""
+    """The reference's outputs and decisions, query by query; bytes of the tokens that any query reads; and bytes of the
+    sketch, each counted once for every query that reads it."""
     layer = replace(layer, bulk_read_bytes=None, sketch_read_bytes=torch.zeros((), dtype=torch.int64))
     found, read = [], set[tuple[int, int, int]]()  # rows, heads, tokens
 
@@ -103,7 +104,7 @@ CASES: list[Any] = [
 def test_turns_are_their_tokens_one_by_one(
     queries: int, group: int, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By all at once, and by blocks, of which the last begins early."""
+    """A turn equals its tokens decoded one by one, computed at once or in blocks, the last of which begins early."""
     sizes = {"bulk": [(85, 5), (44, 0)], "short": ()} | sizes
     scene = (RecordScene if "rung" in sizes else Scene)(group=group, **sizes)
     query, rows, layer = make_turn(scene, queries)

@@ -1,4 +1,4 @@
-"""As in a process of a user that has collected no moments."""
+"""Tests of moments start as in a process of a user that has collected none."""
 
 from pathlib import Path
 

@@ -80,7 +80,7 @@ def test_another_model_gets_its_own(other: Any, collected: list[str]) -> None:
 
 
 def test_weights_changed_in_place(collected: list[str]) -> None:
-    """As after a few steps of training."""
+    """Weights that change in place, as by training, get moments of their own."""
     model = tiny()
     before = of(QAdACache(model, moments="random-words"))
     with torch.no_grad():

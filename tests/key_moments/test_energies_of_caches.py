@@ -1,4 +1,4 @@
-"""Where a cache has query energies from: its moments, or those that are kept of its model."""
+"""A cache takes query energies from its moments, or from those that are kept of its model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_file_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_moments_without_them(tmp_path: Path) -> None:
-    """Of a file that an unseen model made, say: those that are kept."""
+    """With moments that have no query energies, of an unseen model's file, say, a cache takes the kept ones."""
     model = tiny()
     made = KeyMoments.collect(model, prompt=prompt(333)[0], progress=False)
     kwargs = {name: value for name, value in vars(made).items() if name not in ("_placed", "query_energies")}
@@ -83,7 +83,7 @@ def test_config_finds_what_its_model_left(tmp_path: Path, folder: Path, monkeypa
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_uses_those_of_its_heads(rank: int) -> None:
-    """Of four KV heads it has two, by which its layer's sketch goes."""
+    """A process with two of four KV heads gives its layers' sketches the energies of these two."""
     energies = torch.rand(2, 4, 16)
     shared = make_shared(query_energies=energies, token_threshold=1.0)
     shared.model = replace(shared.model, shard=HeadShard(rank, 2, None, torch.device("cpu")))

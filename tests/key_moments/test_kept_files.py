@@ -192,7 +192,7 @@ def test_a_training_loop_without_passes_and_files(moments: str, folder: Path) ->
 
 
 def test_names_are_those_of_files_that_are_written(folder: Path) -> None:
-    """Of every prompt, of models that were loaded and of others."""
+    """The pattern of kept files' names fits the files of every prompt, for models that were loaded and others."""
     model = tiny()
     for loaded in ("", "somewhere/model"):
         model.config._name_or_path = loaded

@@ -18,7 +18,8 @@ CPU = torch.device("cpu")
 
 
 def moments(**changes: Any) -> KeyMoments:
-    """Of 2 layers, 3 KV heads, 8 dims: for every length, the first layer turning and the second not."""
+    """Moments for every length, of 2 layers, 3 KV heads and 8 dims; the first layer's keys are rotated, the second's
+    not."""
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(1, 2, 3, 8, 8, generator=generator)
     fields = {
@@ -34,7 +35,7 @@ def moments(**changes: Any) -> KeyMoments:
 
 
 def listed(*lengths: int) -> KeyMoments:
-    """For a list of lengths: means are the length's place in it."""
+    """Moments for a list of lengths, whose means are each length's index in it."""
     mean = torch.arange(len(lengths)).float()[:, None, None, None].expand(-1, 2, 3, 8).contiguous()
     covariance = torch.eye(8).expand(len(lengths), 2, 3, 8, 8).contiguous()
     return moments(mean=mean, covariance=covariance, lengths=lengths, rotations=())

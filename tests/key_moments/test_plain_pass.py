@@ -86,7 +86,7 @@ def by_global_hook_before(model: PreTrainedModel) -> Any:
 
 
 def by_forward(model: PreTrainedModel) -> Any:
-    """Which says that it is transformers' own, as wrappers do."""
+    """Replace a layer's `forward` by one that steers its output, and that `wraps` lets pass for transformers' own."""
     layer = layer_of(model)
     own = layer.forward
 
@@ -166,7 +166,7 @@ def test_hooks_hear_nothing() -> None:
 
 
 def test_hooks_that_make_weights_run() -> None:
-    """As torch's weight normalisation, whose weights are computed before each call."""
+    """Hooks that make weights run, as those of torch's weight normalisation, which makes weights before each call."""
     model = tiny()
     with pytest.warns(FutureWarning, match="weight_norm"):
         weight_norm(model.model.layers[0].self_attn.k_proj)
@@ -224,7 +224,8 @@ class Packed(nn.Linear):
 
 
 def test_functions_that_unpack_weights_are_left(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And moments of such a model are its own alone, as they may be steered."""
+    """Functions that unpack weights stay, with a warning. Moments are kept for no other model, as such functions may
+    steer."""
     model = tiny()
     for layer in model.model.layers:
         layer.mlp.down_proj.__class__ = Packed
@@ -275,7 +276,8 @@ def frequencies(model: PreTrainedModel) -> dict[str, Any]:
 @pytest.mark.parametrize("tokens", [100, 300, 900])  # within the model's own length, and beyond
 @pytest.mark.parametrize("scheme", ["dynamic", "longrope"])
 def test_frequencies_of_its_own_length(scheme: str, tokens: int) -> None:
-    """After a long text, and after a short one; and the model goes on with those that it had."""
+    """Moments have the frequencies of their own prompt's length, also after a long text or a short one. The model goes
+    on with the frequencies that it had."""
     made = []
     for before in (0, 20, 2000):
         model = tiny(rope_parameters=dict(SCHEMES[scheme]), max_position_embeddings=256)

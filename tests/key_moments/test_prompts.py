@@ -25,7 +25,7 @@ def ids(prompt: str | torch.Tensor, tokenizer: PreTrainedTokenizerFast | None = 
 
 
 def test_article_is_long_enough(english: PreTrainedTokenizerFast) -> None:
-    """For the 1,024 tokens that are read by default, whatever the tokenizer."""
+    """The article has enough words for the 1,024 tokens that are read by default, whatever the tokenizer."""
     assert len(ARTICLE.read_text(encoding="utf-8").split()) > 1024
     assert len(ids("wiki", english, tokens=1024)) == 1024
 
@@ -51,7 +51,7 @@ def test_single_word(english: PreTrainedTokenizerFast) -> None:
 
 
 def test_ordinary_tokens() -> None:
-    """After the token that begins prompts, and none that means something to the model, or that was never trained."""
+    """Random tokens follow the one that begins prompts, and contain no special or untrained token."""
     model = tiny(bos_token_id=1, eos_token_id=2)
     with torch.no_grad():
         model.get_input_embeddings().weight[90:92] *= 1e-3

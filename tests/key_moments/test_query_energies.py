@@ -48,7 +48,7 @@ def gpt_neox() -> PreTrainedModel:
 
 
 def projections(model: PreTrainedModel) -> list[nn.Module]:
-    """What queries of each layer come from, before they are turned."""
+    """Each layer's module whose output are its queries before the rotary embedding."""
     if model.config.model_type == "gpt_neox":
         return [layer.attention.query_key_value for layer in model.gpt_neox.layers]
     return [getattr(layer.self_attn, "q_norm", layer.self_attn.q_proj) for layer in model.model.layers]
@@ -139,7 +139,7 @@ def test_nothing_is_left_after_an_exception() -> None:
 
 
 def test_a_users_own_entry_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it computes is what the model gets."""
+    """A user's own attention function computes while moments are collected, and is in its place afterwards."""
     calls = []
 
     def own(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

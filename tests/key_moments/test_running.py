@@ -38,7 +38,8 @@ def errors(found: RunningMoments, keys: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("mean", [0.0, 1e3])
 @pytest.mark.parametrize("tokens", [1, 63, 111, 257])
 def test_any_split_equals_float64(tokens: int, mean: float, dtype: torch.dtype) -> None:
-    """Also of keys a thousand standard deviations from 0, where E[k^2] - E[k]^2 in float32 would be noise."""
+    """Running moments equal float64 for any split of the tokens, also of keys a thousand standard deviations from 0,
+    where E[k^2] - E[k]^2 in float32 would be noise."""
     keys = keys_with_mean(tokens, mean, dtype=dtype)
     first = tokens // 3
     for split in ([tokens], [1] * tokens, [first, 0, tokens - first], [min(tokens, 7)] * (tokens // 7) + [tokens % 7]):

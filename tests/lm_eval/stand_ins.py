@@ -1,4 +1,4 @@
-"""What lm-eval's tasks are tried with: our task folder alone, and a model that answers as it is told."""
+"""Our task folder alone, and a model with given answers, for tests of lm-eval's tasks."""
 
 from __future__ import annotations
 

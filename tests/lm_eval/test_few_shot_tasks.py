@@ -24,13 +24,13 @@ startup.install()  # for an environment in which the package is not installed
 
 
 def documents(task: str, *, real: range = range(20)) -> list[dict[str, str]]:
-    """Of eight test rows, numbered from 1000; the real examples are drawn from rows of the numbers `real`."""
+    """The task's documents for eight test rows, numbered from 1000. Real examples are drawn from rows `real`."""
     if task == "long_gsm8k":
         return long_few_shot.make_gsm8k_documents([gsm8k_row(number) for number in real], GSM8K_TEST, SQUAD)
     return long_few_shot.make_mbpp_documents([mbpp_row(number) for number in real], MBPP_TEST, SQUAD)
 
 
-# Of each task: where an example starts, what all of it is, and what only a real one has.
+# Patterns for each task: the start of an example, a whole example, and a text that only a real one has.
 FRAMES = {
     "long_gsm8k": (r"\n\n(?=Question: )", r"Question: \S.*\S\nAnswer: \S[^\r]*\S", "####"),
     "long_mbpp": (r"\n\n(?=Task: )", r"Task: \S.*\S\nTests:\n\S[^\r]*\S\n\[BEGIN\]\n\S[^\r]*\S\n\[DONE\]", "return"),
@@ -96,7 +96,7 @@ def test_too_few_rows_are_refused(task: str) -> None:
         documents(task, real=range(4))
 
 
-# What a model says, and what each of the two filters makes of it.
+# A model's answer, and its score by each of the two filters.
 GSM8K_ANSWERS = [
     (" Both hold {target}.\n#### {target}", 1.0, 1.0),
     (" Of 3 bags: #### ${target}.", 1.0, 1.0),

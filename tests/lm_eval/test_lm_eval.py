@@ -46,7 +46,7 @@ def needle_lm(model: type[HFLM] = QAdALM, **arguments: Any) -> HFLM:
 
 
 def random_lm(family: str = "llama", **arguments: Any) -> QAdALM:
-    """On a tiny random model, which decides less clearly than the needle model; its options are SMALL."""
+    """lm-eval's model of a tiny random model, which decides less clearly than the needle model, with options SMALL."""
     model = tiny(family, vocab_size=482)
     options = {f"cache_{name}": value for name, value in SMALL.items()}
     return QAdALM(model, tokenizer=needle.load_tokenizer(), **{**options, **arguments})

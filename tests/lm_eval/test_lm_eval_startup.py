@@ -55,7 +55,7 @@ class Environment:
         )
 
     def code(self, code: str, **variables: str) -> str:
-        """What `python -c code` prints; nothing may go wrong, nor be said on stderr."""
+        """Run `python -c code`; return what it prints. Asserts that it succeeds, with nothing on stderr."""
         run = self.run("-c", code, **variables)
         assert (run.returncode, run.stderr) == (0, "")
         return run.stdout.strip()

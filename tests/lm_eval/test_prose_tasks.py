@@ -221,7 +221,8 @@ def test_a_list_is_longer_than_there_are_words() -> None:
 
 
 def test_fitting_takes_few_measurements() -> None:
-    """Of questions whose tokens do not grow evenly; the size of a similar document makes it two."""
+    """A question is fitted into a room with few measurements, though its tokens do not grow evenly with its size, and
+    with fewer still if the size of a similar document is known."""
     measured = []
 
     def make(size: int) -> questions.Question:

@@ -1,4 +1,4 @@
-"""What lm-eval is told beside scores, and what it may ask for."""
+"""Results that lm-eval gets beside scores, and arguments that it may give."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_static_heads_come_from_a_file(tmp_path: Path) -> None:
 
 
 def test_results_name_what_qada_tune_kept() -> None:
-    """And every cache of the run goes by it, whatever is kept meanwhile."""
+    """Results name the tuned choice, and every cache of the run uses it, whatever is kept meanwhile."""
     model = needle_lm().model
     path = tuned_choice.keep(model, replace(QAdACache(model).options, token_threshold=8.0), {})
     try:
@@ -92,7 +92,7 @@ def test_a_run_that_goes_on_says_what_it_reports(tmp_path: Path, caplog: pytest.
 
 
 def test_what_other_processes_computed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the first one had all of its own responses."""
+    """Figures of other processes are reported, even if the first one computed nothing but had all its responses."""
     lm = needle_lm()
     evaluate(lm, "needle")
     elsewhere = dict(lm.cache_totals)
@@ -125,7 +125,7 @@ def test_arguments_of_transformers_pass() -> None:
 
 
 def test_latents_decide_if_that_is_asked_for() -> None:
-    """By default they are read whole."""
+    """Latents are read whole by default; a criterion that is asked for is used."""
     assert split_arguments("qada", {})[0] == {"criterion": None}
     assert split_arguments("gaussian", {})[0] == {"criterion": "gaussian"}
     random_lm("deepseek_v3", cache="gaussian", cache_threshold=0.5)

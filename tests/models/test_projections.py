@@ -79,8 +79,8 @@ def test_an_adapter_comes_while_a_text_is_held() -> None:
 
 @pytest.mark.parametrize("part", ["nope", "rotary", "value", "layout"])
 def test_other_keys_than_those_of_the_latents_are_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of another's code may change them after they were expanded. Where only the weight has another layout,
-    what it makes of latents is asked for."""
+    """Keys or values that a module's own code changes after they were expanded are refused. If only the weight has
+    another layout, the module itself expands latents."""
     model, ids = tiny("deepseek_v3"), prompt(60)[0]
     kind = type(model.model.layers[0].self_attn)
     original = kind.expand_kv

@@ -131,7 +131,8 @@ def test_caches_of_quantised_models(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantised_checkpoints_are_told_apart(kind: str) -> None:
-    """By the values of their parts. A closed one's are not known: by what layers make of a few inputs."""
+    """Quantised checkpoints are told apart by the values of their parts. If these cannot be read, layers' outputs for a
+    few inputs tell."""
     sampled = identity.sample(quantised(kind))
     assert sampled == identity.sample(quantised(kind))
     assert not identity.is_same(sampled, identity.sample(quantised(kind, seed=1)))

@@ -104,7 +104,7 @@ def test_a_stored_prompt_goes_on_after_an_image(model: PreTrainedModel, tmp_path
 
 
 def test_key_moments_are_of_their_own_positions(model: PreTrainedModel) -> None:
-    """Which are not those of the last text, of two rows at that."""
+    """Moments are collected at their own positions, not at those of the last text, and leave its deltas in place."""
     told: dict[str, Any] = {"prompt": "random-tokens", "tokens": 700, "progress": False}
     wanted = KeyMoments.collect(model, **told)
     answer(model, None, **images(2))
@@ -128,7 +128,7 @@ def test_a_conversation_goes_on_between_images(model: PreTrainedModel) -> None:
 
 
 def test_files(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Of beams there is one of each prompt's. Another shape is refused."""
+    """A file keeps the delta of each prompt once, however many beams there were. Another shape is refused."""
     cache = QAdACache(model, **EXACT)
     answer(model, cache, **images(2), num_beams=2)
     cache.save(tmp_path / "cache")

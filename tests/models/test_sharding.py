@@ -22,7 +22,7 @@ from qada_cache.versions import pass_cache
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
-    """Of this process alone."""
+    """A device mesh of this process alone."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()

@@ -158,7 +158,7 @@ def test_weights_that_cannot_be_told(folder: Path, tmp_path: Path, caplog: pytes
 
 
 def test_weights_in_a_function(folder: Path) -> None:
-    """Of a layer that was left without any."""
+    """A layer without a weight, whose replaced `forward` holds it, is refused by its name."""
     model = tiny()
     linear = model.model.layers[0].mlp.up_proj
     weight = linear.weight
@@ -168,7 +168,7 @@ def test_weights_in_a_function(folder: Path) -> None:
 
 
 def test_offloaded_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    """What is kept of one is the other's."""
+    """A model whose weights are offloaded, to the CPU or a disk, has the whole model's digest."""
     whole = identity.digest(tiny())
     assert identity.digest(cpu_offload(tiny(), CPU)) == whole
     assert identity.digest(disk_offload(tiny(), tmp_path / "disk", CPU)) == whole
@@ -176,7 +176,7 @@ def test_offloaded_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_adapters_count() -> None:
-    """Those that are active, as peft's layers name them: their weights are there in any case."""
+    """Models differ by their active adapters, as peft's layers name them: weights of all are there in any case."""
     model = tiny()
     plain, layer = identity.sample(model), model.model.layers[0].self_attn.k_proj
     layer.merged_adapters, layer.active_adapters, layer.scaling = [], ["one"], {"one": 2.0}
@@ -189,7 +189,7 @@ def test_adapters_count() -> None:
 
 
 def test_hooks_hear_nothing() -> None:
-    """Of what layers are asked."""
+    """Layers that are called for a sample run no hooks of users."""
     model, calls = dynamic_int8(0), []
     for module in model.modules():
         module.register_forward_hook(lambda *args: calls.append(args))

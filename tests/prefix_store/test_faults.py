@@ -161,7 +161,7 @@ def test_folders_that_are_not_the_users_alone(
 
 
 def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As network file systems may be."""
+    """A store works in file systems without locks, as network file systems may be."""
 
     def refuse(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")

@@ -33,7 +33,7 @@ def found(store: PrefixStore, model: PreTrainedModel, seed: int, tokens: int = 2
 
 
 def limited(store: PrefixStore, segments: float, **more: Any) -> PrefixStore:
-    """One that has room for so many files like those that are there."""
+    """A store of the same folder with room for `segments` files of the size of those that are there."""
     (size,) = {file.stat().st_size for file in Path(str(store.folder)).iterdir()}
     return PrefixStore(store.folder, max_bytes=int(size * segments), **more)
 

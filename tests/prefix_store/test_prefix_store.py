@@ -25,7 +25,7 @@ DOCUMENT = 2 * FILE_TOKENS + 70
 
 
 def another(store: PrefixStore) -> PrefixStore:
-    """As another process has it."""
+    """A second store of the same folder, as in another process."""
     return PrefixStore(store.folder)
 
 
@@ -84,7 +84,8 @@ SELECTING: dict[str, Any] = {"moments": "current", **SMALL}
 def test_sketches_are_read_and_not_made_again(
     store: PrefixStore, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
-    """Of a text that is read at once, and of one that grows; by caches that code alike."""
+    """Stored sketches are read instead of coded again, of a text that is read at once and of one that grows, by caches
+    with the same coding."""
     model = tiny(max_position_embeddings=4096)
     text, _ = prompt(2900)
     cache = QAdACache(model, **SELECTING)
@@ -158,7 +159,7 @@ def test_the_longest_beginning_counts(store: PrefixStore, model: PreTrainedModel
 
 
 def test_a_turn_writes_what_is_new(store: PrefixStore, model: PreTrainedModel) -> None:
-    """And a common beginning is stored once."""
+    """A turn writes its new tokens alone, and a common beginning of texts is stored once."""
     text, _ = prompt(DOCUMENT)
     cache = QAdACache(model, **EXACT)
     read(model, text, cache)

@@ -65,7 +65,7 @@ class Scene:
         return self.model(self.text[:, cache.get_seq_length() :], **pass_cache(cache)).logits[0, -1]
 
     def find_answer(self, held: int) -> Tensor:
-        """As one process answers that goes back to so many tokens."""
+        """The answer of one process that crops its cache to `held` tokens and reads the rest."""
         if held not in self.answers:
             cache = copy.deepcopy(self.whole)
             cache.crop(held - self.text.shape[1])
@@ -119,7 +119,7 @@ def lose(path: Path, chance: Chance, _: Scene) -> None:
 
 
 def mix(path: Path, chance: Chance, _: Scene) -> None:
-    """One file's content by another's name."""
+    """Copy one file's content over another file."""
     shutil.copyfile(choose(path, chance), path / "other")
     (path / "other").rename(choose(path, chance))
 

@@ -27,7 +27,7 @@ def model() -> PreTrainedModel:
 
 
 def another(store: PrefixStore) -> PrefixStore:
-    """As another process has it."""
+    """A second store of the same folder, as in another process."""
     return PrefixStore(store.folder)
 
 
@@ -119,7 +119,7 @@ def test_a_shorter_text_beside_a_longer_one(
 
 
 def test_a_text_that_grows(store: PrefixStore, model: PreTrainedModel) -> None:
-    """What was behind closed segments goes when these segments close."""
+    """A stored part behind closed segments is removed when its segments close."""
     cache, sizes = QAdACache(model, **OPTIONS), []
     for start, stop in ((0, 1300), (1300, 1400), (1400, 2100)):
         read(model, TEXT[:, start:stop], cache)

@@ -28,7 +28,7 @@ def store(store: PrefixStore) -> PrefixStore:
 
 
 def another(store: PrefixStore) -> PrefixStore:
-    """As another process has it."""
+    """A second store of the same folder, as in another process."""
     return PrefixStore(store.folder, snapshot_tokens=64)
 
 
@@ -95,7 +95,8 @@ def test_caches_whose_heads_decide(store: PrefixStore) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3", "llama"])
 def test_the_next_turn_is_that_of_one_process(store: PrefixStore, family: str) -> None:
-    """Whose decoded tokens, which waited beside the window, are in the bulk that heads decide by and select from."""
+    """A next turn from stored files answers as the cache that wrote them. Decoded tokens, which waited beside the
+    window there, are in the bulk here, by which heads decide and from which they select."""
     model, text = tiny(family, max_position_embeddings=2048), prompt(1100)[0]
     options = {**EXACT, "threshold": 0.999}
     cache = store.cache(model, text, **options)
@@ -139,7 +140,8 @@ def test_passes_without_generate(store: PrefixStore, model_type: str) -> None:
 
 
 def test_llama4_that_reads_images(store: PrefixStore) -> None:
-    """What transformers calls its decoder has a head, which passes that are cut leave out."""
+    """Shortened passes go to the model within `language_model`, which transformers calls the decoder though it has a
+    head."""
     config = families.make_tiny_config(transformers.Llama4Config)
     model = transformers.Llama4ForConditionalGeneration._from_config(config).eval()
     store.cache(model, DOCUMENT, **EXACT)
@@ -203,7 +205,7 @@ def test_no_room(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_states_take_no_room_of_their_tokens(store: PrefixStore, tmp_path: Path, bits: int) -> None:
-    """What is said to be kept is kept, if there is no room for states of all of it."""
+    """All tokens that `keep` reports are kept, even without room for all of their states."""
     model = tiny("gemma3")
     cache = store.cache(model, DOCUMENT, **EXACT, bulk_bits=bits)
     text = generate(model, DOCUMENT, cache, tokens=2).sequences

@@ -26,7 +26,7 @@ from qada_cache.prefix_store.naming import FILE_TOKENS
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, Any] = {"threshold": 1.0, **SMALL}
-# By fewer heads of an indexer many tokens score 0, and which of them it picks depends on how they are read.
+# With fewer heads many tokens score 0 in an indexer, and its picks among these depend on how they are read.
 HEADS = 64
 DOCUMENT = FILE_TOKENS + 70
 
@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def another(store: PrefixStore) -> PrefixStore:
-    """As another process has it."""
+    """A second store of the same folder, as in another process."""
     return PrefixStore(store.folder)
 
 
@@ -86,7 +86,7 @@ def test_other_questions_and_an_edit(store: PrefixStore, model: PreTrainedModel,
 
 
 def test_a_text_that_grows(store: PrefixStore, model: PreTrainedModel) -> None:
-    """By decoded tokens too; and of a cache in few bits, which finds what one in 16 has kept."""
+    """A text grows by decoded tokens too. A cache in few bits finds the tokens that one in 16 has stored."""
     cache = QAdACache(model, **OPTIONS)
     out = generate(model, prompt(DOCUMENT)[0], cache, tokens=12).sequences
     assert store.keep(cache, out) == DOCUMENT + 11
@@ -119,7 +119,7 @@ def test_rows(store: PrefixStore, model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def test_tokens_that_a_mask_hides_are_not_kept(store: PrefixStore, model: PreTrainedModel) -> None:
-    """What an indexer picks does not say which they are."""
+    """Tokens are kept up to the call whose mask may hide some: an indexer's picks do not say which."""
     ids, mask = prompt(60, 50)
     cache = QAdACache(model, **OPTIONS)
     forced(model, ids, [60], cache, mask)

@@ -1,4 +1,4 @@
-"""What rounding may make of attention in float32: enough for any order of its sums, and less than any mistake makes."""
+"""The error allowed for rounding in float32 is enough for any order of sums, and less than any mistake makes."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def draw(dim: int, value_dim: int, tokens: int, seed: int) -> dict[str, Any]:
 
 
 def budget(given: dict[str, Any]) -> tuple[Tensor, float]:
-    """What is true, and what may be off."""
+    """Attention in float64, and the error budget of float32."""
     expected, lowp = (naive_attention(**given, dtype=dtype) for dtype in (torch.float64, torch.float32))
     return expected, error_budget(reference64=expected, lowp=lowp, deviations=deviation(**given))
 

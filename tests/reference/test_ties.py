@@ -1,4 +1,4 @@
-"""What tests allow rounding to make of a sketch on another device, and what they do not."""
+"""Comparisons of sketches allow the differences that rounding makes on another device, and no others."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def sketch(keys: Tensor, energies: Tensor | None = ENERGIES) -> dict[str, Tensor
 
 
 def find_others(found: dict[str, Tensor], made: dict[str, Tensor]) -> set[str]:
-    """What is not the same."""
+    """The names of the fields that differ by more than ties."""
     return {name for name in made if not is_same_but_for_ties(found[name], made[name])}
 
 

@@ -63,7 +63,7 @@ HOVERED = [0, 40, 109]  # the last is an emoji of several tokens
 
 
 def show(page: str, folder: Path, *, width: int = 1000) -> dict[str, Any]:
-    """What a browser makes of a page, as the script above finds it."""
+    """Show a page in a browser; return what the script above finds there."""
     script = REPORT.replace("HOVERED", str(HOVERED))
     (folder / "page.html").write_text(
         page.replace("<body>", f"<body>{WATCH}").replace("</body>", f"{script}</body>"), "utf-8"

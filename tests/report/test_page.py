@@ -20,7 +20,8 @@ from qada_cache.versions import pass_cache
 
 @pytest.mark.parametrize("threshold", [0.95, 1.0])
 def test_reads_and_bytes_are_those_of_the_cache(threshold: float) -> None:
-    """Of a cache that a test of our own fills, with an observer of its own. A threshold of 1 reads everything."""
+    """The page's reads and bytes equal those of a cache that this test fills, with its own observer. At a threshold of
+    1 everything is read."""
     text = "The quick brown fox jumps over the lazy dog. " * 12
     options = {**OPTIONS, "threshold": threshold}
     with small_sketch(32):
@@ -93,7 +94,7 @@ def test_what_was_not_measured_is_said() -> None:
 
 
 def test_layers_and_heads_are_those_that_decide() -> None:
-    """Of a model with other layers; and of one that has no long context to decide about yet."""
+    """The page has the deciding layers of a hybrid model, and all layers of one without a bulk to decide about."""
     hybrid = tiny("gemma3", vocab_size=260, max_position_embeddings=2048)
     data = json.loads(Page(report.report(hybrid, tokenizer(), request("ab " * 99), name="tiny", **OPTIONS)).data)
     assert (data["layers"], data["heads"]) == ([1], 2)

@@ -47,7 +47,7 @@ class Reads(list):
         )
 
     def first(self) -> int:
-        """Of the prompt, since this was last asked."""
+        """The number of tokens, those of the prompt, in the model's first call since this was last asked."""
         read = self[0]
         self.clear()
         return read

@@ -1,4 +1,4 @@
-"""What tests of another generation share: a place for the code that transformers copies before it runs it."""
+"""Gives tests of custom generation a folder for the code that transformers copies before it runs it."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_what_is_needed_follows_the_tokens_and_chunks(chunk: int | None) -> None
 def test_a_burst_under_a_limit_ends_no_process() -> None:
     """Eight long requests at once, of about 100 MiB each: some are answered, and a later one is, in the room of others.
 
-    What is freed goes back to the system at once, so that what is left is known.
+    Freed memory goes back to the system at once, so that the free memory is known.
     """
     here = os.path.dirname(os.path.dirname(__file__))
     environment = {

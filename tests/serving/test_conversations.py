@@ -1,4 +1,4 @@
-"""Which cache a prompt is read with, and how many there are at a time."""
+"""The choice of the cache that a prompt is read with, and the number of caches at a time."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_a_conversation_is_full_attention_at_a_threshold_of_one(model: PreTraine
 @pytest.mark.parametrize("options", [EXACT, DECIDING], ids=["exact", "deciding"])
 @pytest.mark.parametrize("same", [124, 100, 80], ids=["in the answer", "near", "in the bulk"])
 def test_what_differs_is_read_again(model: PreTrainedModel, reads: Reads, options: dict[str, Any], same: int) -> None:
-    """As if the cache that was carried had been cropped by hand."""
+    """A text that differs is read again from there on, as if the carried cache had been cropped by hand."""
     carried, ids = QAdACache(model, **options), said(120)
     answered = stock(model, ids, carried)
     assert torch.equal(ours(model, ids, options), answered)
@@ -171,7 +171,8 @@ def test_embeddings_have_a_cache_of_their_own(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("name", CACHE_NAMES[:2])
 @pytest.mark.parametrize("directly", [False, True], ids=["by the folder", "as the model's own generate"])
 def test_a_cache_that_is_brought_is_used(model: PreTrainedModel, reads: Reads, name: str, directly: bool) -> None:
-    """By either name of the argument: older transformers refuse the new one, newer ones warn of the old one."""
+    """A cache of the caller's is used, under either name of the argument. Older transformers refuse the new name, newer
+    ones warn of the old."""
     ids, cache = said(60), DynamicCache(config=model.config)
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW, name: cache}
     call = partial(generate, model=model) if directly else partial(ours, model)
@@ -193,7 +194,7 @@ def test_a_cache_beside_an_implementation_is_refused(model: PreTrainedModel) -> 
 
 
 def test_continuous_batching_goes_on_beside_ours() -> None:
-    """By transformers' own attention and cache, whose memory is limited here."""
+    """Continuous batching still uses transformers' attention and its own cache, whose memory is limited here."""
     fields = signature(ContinuousBatchingConfig).parameters
     page = "page_size" if "page_size" in fields else "block_size"  # before 5.24
     model, settings = tiny(), ContinuousBatchingConfig(**{page: 16}, num_blocks=8, max_batch_tokens=32)

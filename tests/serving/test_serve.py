@@ -54,7 +54,7 @@ class Served:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def kept(self) -> list[tuple[int, int]]:
-        """Of each request so far, the tokens of its prompt that were kept, and all of them."""
+        """For each request so far, how many tokens of its prompt were kept, and how many it has."""
         return [
             (int(one), int(all_)) for one, all_ in re.findall(r"(\d+) of (\d+) prompt tokens were kept", self.text())
         ]
@@ -102,7 +102,7 @@ def running(folder: Path, scratch: Path) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def shown(served: Served) -> Iterator[None]:
-    """Beside a test that fails stands what the server said."""
+    """Print the server's output, which pytest shows beside a failed test."""
     yield
     print(served.text())
 

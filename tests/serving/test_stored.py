@@ -21,7 +21,7 @@ from qada_cache.serving.conversations import find_conversations
 
 
 def forget(model: PreTrainedModel) -> None:
-    """As a process that ends: nothing is in memory."""
+    """Forget all conversations in memory, as at a process's end."""
     find_conversations(model).forget()
 
 
@@ -90,7 +90,8 @@ def test_owners_of_stored_conversations(model: PreTrainedModel, reads: Reads, tm
 
 
 def test_the_folder_keeps_turns_in_the_users_store(model: PreTrainedModel, reads: Reads) -> None:
-    """By default, where `generate.py` says so; in Python `serving.generate` writes nothing unasked."""
+    """The folder's `generate.py` keeps turns in the user's store by default; in Python `serving.generate` does so only
+    if asked."""
     ids = said(300)
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
     from qada_cache import serving
@@ -149,7 +150,7 @@ def test_models_with_an_indexer(kind: str, tmp_path: Path) -> None:
 def test_an_indexer_whose_mask_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of a compiled model."""
+    """A conversation is not stored if an indexer's mask is unknown, as in a compiled model; a warning says so."""
     monkeypatch.delattr(IndexedLayer, "get_mask_sizes")
     model, ids = make_indexed("DeepseekV32"), said(40)
     assert torch.equal(ours(model, ids, conversations_store=tmp_path), stock(model, ids, None))

@@ -1,4 +1,4 @@
-"""Whose conversation a call goes on with: a key, named by the call or by its request."""
+"""A call goes on only with conversations of its own key, which the call or its request names."""
 
 from __future__ import annotations
 

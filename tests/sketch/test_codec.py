@@ -31,7 +31,7 @@ LENGTH = 1660  # three segments, the last of 636 tokens
 
 
 def sketch_of(keys: Tensor, energies: Tensor | None, bits: float) -> Sketch:
-    """Of one head's keys `[tokens, dim]`, without values."""
+    """The sketch of one head's keys `[tokens, dim]`, with values of 0."""
     return Sketch.of(keys, torch.zeros(len(keys), 4), energies, Layout.from_bits(keys.shape[1], bits))
 
 
@@ -55,7 +55,7 @@ class Unequal:
         self.scores = self.scaling * self.query.double() @ self.keys.double().mT
 
     def errors(self, sketch: Sketch) -> Tensor:
-        """What the sketch's scores are off by, without the half variance that is added to them; float64."""
+        """Errors of the sketch's scores, without the half variance that is added to them; float64."""
         return estimated(self, sketch) - added(self, sketch) - self.scores
 
 
@@ -147,7 +147,7 @@ def test_estimates_are_off_by_as_much_as_is_said(bits: float, dim: int) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("bits", BITS)
 def test_energies_make_estimates_better(bits: float, dim: int) -> None:
-    """Where channels are very unequal, and there are unequal bits to give them."""
+    """With very unequal channels, query energies make scores better, if there are unequal bits to give them."""
     made = Unequal(dim)
     errors = [
         float(made.errors(sketch_of(made.keys, energies, bits)).square().mean()) for energies in (made.energies, None)
@@ -171,7 +171,7 @@ def test_more_bits_make_estimates_better(dim: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_unreliable_is_said_of_the_mean_over_tokens(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows of unlike lengths."""
+    """A sketch is unreliable for the reference's queries, by noise as a mean over tokens, in rows of unlike lengths."""
     made, lengths = Unequal(16), [LENGTH, 1030]
     rows = [sketch_of(made.keys[:length], made.energies, bits) for length in lengths]
     told = [

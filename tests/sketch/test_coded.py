@@ -88,7 +88,7 @@ def test_records_say_what_float64_reads(sizes: tuple[int, int], bits: tuple[int,
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_token_is_decoded_alone_as_among_others(sizes: tuple[int, int]) -> None:
-    """To the bit: a crop decodes one or several of those that were read together."""
+    """A token is decoded alone as among others, to the bit: a crop decodes some of those that were read together."""
     made = Coded(sizes, (5, 6))
     keys = decode_keys(made.records, made.predicted, made.weights, made.layout)
     values = decode_values(made.records, made.layout)
@@ -125,7 +125,8 @@ def test_scores_and_sums_without_decoding(sizes: tuple[int, int], bits: tuple[in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_lost(dtype: torch.dtype) -> None:
-    """Of a score's variance and of a value's: less than the sketch leaves, a quarter to a bit; in float64."""
+    """Records leave a small share of the score errors' variance that the sketch leaves, and of a value's mean square.
+    Each bit more leaves about a quarter of it. Computed in float64."""
     query, lost = torch.exp(random(64, seed=2)) * random(50, 64, seed=8), {}
     for bits in (3, 4, 5, 6, 8):
         made = Coded((64, 64), (bits, bits), dtype)
@@ -145,7 +146,7 @@ def test_what_is_lost(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bits", RECORD_BITS)
 def test_codes_are_the_nearest_odd_integers(bits: int) -> None:
-    """Of a scale that puts the greatest value at the edge of the last level."""
+    """Codes are the nearest odd integers in units of a scale that puts the greatest value at the last level's edge."""
     values = torch.cat([random(200, 64), 1e-20 * random(200, 64, seed=1) ** 3, 1e20 * random(200, 64, seed=2)])
     scale, code = quantize_evenly(values, bits)
     wide, step = values.double(), scale.double().unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""What is known of a row follows from its tokens alone, to the bit, however they came and whatever came besides."""
+"""A row's sketch follows from its tokens alone, to the bit, however they came and whatever other tokens there were."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ EACH = ("codes", "scales", "units", "centres", "order", "weights", "mean_squares
 
 
 class Scene(LayerScene):
-    """Of a cache whose heads all select tokens."""
+    """A scene with a cache whose heads all select tokens."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, criterion=StaticHeads(torch.ones(1, 4, dtype=torch.bool)))
 
     def check(self) -> None:
-        """Against rows that are coded alone, in one go, from tokens as they were given."""
+        """Assert that rows have the sketch of the same tokens when they are coded alone and at once."""
         known, bulk = self.cache.layers[0].store.sketch, self.cache.layers[0].store.bulk
         kept = known.tensors.to_tensors()
         for row, length in enumerate(bulk.lengths):
@@ -55,7 +55,7 @@ class Scene(LayerScene):
 
 
 def cropped(scene: LayerScene) -> None:
-    """What was there longer, and went another way."""
+    """Other tokens are appended and cropped, and then some of its own, which are read again."""
     scene.read_own()
     scene.read(scene.draw(6, 900))
     scene.cache.crop(-900)
@@ -72,7 +72,7 @@ def cropped_below_what_makes_a_sketch(scene: LayerScene) -> None:
 
 
 def loaded_and_cropped(scene: LayerScene) -> None:
-    """By the energies that are not known."""
+    """A loaded cache, whose options have no query energies, is cropped and goes on."""
     scene.read_own(0, 1900)
     scene.cache.save(scene.folder / "cache.safetensors")
     scene.drive(QAdACache.load(scene.folder / "cache.safetensors", config=scene.config))
@@ -81,7 +81,7 @@ def loaded_and_cropped(scene: LayerScene) -> None:
 
 
 def forked(scene: LayerScene) -> None:
-    """From one that had no sketch, or one without energies."""
+    """Options change, as in a fork: from no sketch to one without energies, then to one with energies."""
     scene.cache._shared.options = replace(scene.cache.options, token_threshold=0.0)
     scene.read_own(0, 1900)
     for energies in (None, ENERGIES):
@@ -104,7 +104,7 @@ def test_follows_from_tokens_alone(way: Callable[[LayerScene], None], offloading
 
 
 def test_energies_and_keys_matter(tmp_path: Path) -> None:
-    """What the comparisons above go by is of these, and not the same of all."""
+    """Sketches differ between energies, and between segments, so that the comparisons above can fail."""
     scene = Scene(tmp_path)
     keys = scene.calls[0][0]
     one, other = (quantize_segments(keys, energies, Layout.from_bits(16, 2)) for energies in (ENERGIES[0], None))

@@ -53,7 +53,7 @@ def test_words_unpack_to_what_was_packed(bits: float, dim: int) -> None:
 
 @pytest.mark.parametrize("bits", STEPS)
 def test_constants_are_those_of_a_gaussian(bits: int) -> None:
-    """By integration: the error at the step given, which is the least of steps near it."""
+    """The errors are those of a Gaussian at the steps, by integration, and less than at steps near them."""
     x = torch.linspace(-12, 12, 2_000_001, dtype=torch.float64)
     density = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
 

@@ -1,4 +1,4 @@
-"""Where segments lie: a function of a bulk's length."""
+"""Segments' places are a function of a bulk's length."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Which tokens are read, and what stands for the others: beside full attention in float64."""
+"""The selection of tokens, and the substitute for the others, compared with full attention in float64."""
 
 import math
 
@@ -18,14 +18,14 @@ SCALING = DIM**-0.5
 
 
 def sketch_of(keys: Tensor, values: Tensor, bits: float = 2) -> Sketch:
-    """Of one head's keys and values `[tokens, *]`."""
+    """The sketch of one head's keys `[tokens, dim]` and values `[tokens, value_dim]`."""
     return Sketch.of(keys, values, None, Layout.from_bits(keys.shape[1], bits))
 
 
 def selected(
     query: Tensor, sketch: Sketch, near: Tensor, token_threshold: float, flags: Tensor | None = None
 ) -> Selection:
-    """For `query` `[group, queries, dim]` and the log mass of what is near `[group, queries]`."""
+    """The selection for `query` `[group, queries, dim]`, given the log mass `[group, queries]` of near tokens."""
     queries = query.shape[1]
     return select_tokens(
         query,
@@ -42,7 +42,8 @@ def selected(
 def attended(
     query: Tensor, keys: Tensor, values: Tensor, sketch: Sketch, selection: Selection
 ) -> tuple[Tensor, Tensor]:
-    """What is read and what stands for the rest, merged: output `[group, queries, value_dim]` and log mass."""
+    """Attention over read tokens and the substitute for the rest, merged: output `[group, queries, value_dim]` and log
+    mass `[group, queries]`."""
     outs, masses = [], []
     for one, tokens in enumerate(selection.tokens):
         part = query[None, None, :, one]
@@ -98,9 +99,10 @@ def test_reading_all_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("token_threshold", [5.0, 1e9])
 def test_values_that_are_linear_in_keys(token_threshold: float) -> None:
-    """What stands for unread tokens is then nearly what they say, which their mean is not.
+    """If values are linear in keys, the substitute for unread tokens is near their attention output, which their mean
+    is not.
 
-    Nearly, as keys across the query are a sample: what they add to values is no line of scores.
+    It is not equal: keys vary across the query, too, and that part of values is not linear in scores.
     """
     keys, query = random(LENGTH, DIM), random(GROUP, 3, DIM, seed=2)
     values = keys @ random(DIM, 8, seed=4) / DIM**0.5 + random(8, seed=5)

@@ -10,7 +10,8 @@ from qada_cache.state.counters import Counters
 
 
 def test_sums_of_many_calls() -> None:
-    """Across the bound on pending calls, with changes of shape between them, padded rows and calls of many queries."""
+    """Sums are right over more calls than may be pending, with changes of shape between them, padded rows and calls of
+    many queries."""
     generator = torch.Generator().manual_seed(0)
     counted, heads, groups = Counters(), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     dense_tokens = 0

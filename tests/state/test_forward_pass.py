@@ -18,7 +18,8 @@ ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 25)), min_size=1, m
 
 @given(ROWS, st.integers(0, 3), st.integers(1, WINDOW), st.data())
 def test_masks_are_as_defined(rows: list[tuple[int, int]], spare: int, queries: int, data: st.DataObject) -> None:
-    """Of rows that have flushed some tokens, hold others, and got more, in columns with room; some are padding."""
+    """Masks are as defined for rows that have flushed tokens, hold some, and get more, in columns with room; some of
+    the new tokens are padding."""
     shown = [data.draw(st.lists(st.booleans(), min_size=queries, max_size=queries)) for _ in rows]
     flushed = [gone if held >= WINDOW else 0 for gone, held in rows]
     new = [held + sum(real) for (_, held), real in zip(rows, shown, strict=True)]
@@ -77,7 +78,8 @@ def test_a_window_longer_than_any_text(queries: int) -> None:
 
 
 def test_a_mask_is_read_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the first layer for all; and again in the next pass, as its numbers may be others by then."""
+    """The first layer of a pass reads a mask for all layers. The next pass reads it again, as its numbers may have
+    changed."""
     calls, compare = [], Padding._compare
 
     def counting(padding: Padding, *given: Any) -> Any:

@@ -49,7 +49,7 @@ ONE_SIDED = {"dense", "local", "threshold-0", "threshold-1"}
 
 
 def check_compared(pair: Pair) -> None:
-    """Both outcomes occurred, and next to none was left out as too close to call."""
+    """Assert that both outcomes of decisions occurred, and that at most 1 % were too close to compare."""
     tally = pair.tally
     assert tally.local > 5
     assert tally.long_context > 5
@@ -121,7 +121,7 @@ def test_no_sinks_and_window_of_one() -> None:
 @pytest.mark.parametrize("form", ["two-dimensional", "additive"])
 @pytest.mark.parametrize("scenario", ["left_padding", "holes"])
 def test_forms_of_masks(scenario: str, form: str) -> None:
-    """What flash attention (2-D bool) and eager attention (added to the scores) are handed instead of 4-D bool."""
+    """Masks of flash attention (2-D bool) and of eager attention (added to scores) have the effect of 4-D bool ones."""
     pair = Pair()
     lowest = torch.finfo(torch.float32).min
     pair.mask_form = {
@@ -186,7 +186,7 @@ def test_only_the_bulk_of_long_context_heads_is_read(monkeypatch: pytest.MonkeyP
 
 
 def test_inference_mode_and_no_grad_mix() -> None:
-    """What was made inside `torch.inference_mode()` can be used, and written to, outside."""
+    """Tensors made inside `torch.inference_mode()` can be used, and written to, outside."""
     pair, inputs = Pair(), Inputs()
     for turn, tokens in enumerate((30, 1, 1, 4, 20, WINDOW, 1, WINDOW, 1, 1, 12, 1)):
         with torch.inference_mode(turn % 2 == 0), small_buffers():

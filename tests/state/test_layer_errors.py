@@ -1,4 +1,4 @@
-"""What a layer is refused, and what errors leave of it."""
+"""Calls that a layer refuses, and its state after errors."""
 
 from unittest.mock import Mock
 

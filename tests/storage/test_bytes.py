@@ -53,7 +53,7 @@ def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int,
 
 
 def block_bytes(tensor: Tensor) -> int:
-    """What a tensor's storage takes: whole pages, or as torch pins memory."""
+    """Bytes of a tensor's storage as memory is allocated: whole pages, or a power of two where torch pins it."""
     size = tensor.untyped_storage().nbytes()
     if tensor.untyped_storage().data_ptr() in pinned._held:
         return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -84,7 +84,7 @@ def test_stats_count_real_storages(
     copies: Copies,
     tmp_path: Path,
 ) -> None:
-    """Where tokens are chosen, all are, by a sketch."""
+    """`stats()` counts the bytes of real storages. With a `token_threshold` all bulks have a sketch."""
     cache, pairs = small_cache(offloading=offloading, device_budget=budget, token_threshold=token_threshold)
     if energies:
         cache._shared.options = replace(cache.options, query_energies=torch.rand(2, 2, 16) + 0.1)
@@ -157,7 +157,8 @@ def test_host_bytes_count_what_pinning_takes(device: str, copies: Copies, monkey
 
 
 def test_a_long_window_takes_memory_for_what_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sinks and window, those that there are; read in one call, in several, token by token and from a file."""
+    """A long window takes memory for the tokens that were seen, in one call, in several, token by token or from a
+    file."""
     monkeypatch.setattr(storage, "ROOM_TOKENS", 64)
     model, text = tiny(), prompt(400)[0]
     cache, per_token = QAdACache(model, local_tokens=10**7), 2 * 2 * 2 * 8 * 4  # of layers, keys and values, heads
@@ -200,7 +201,7 @@ def test_padding_is_recorded_by_itself(batch: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("token_threshold", [0.0, 1.0])
 def test_offloaded_device_bytes_do_not_grow(token_threshold: float, device: str, copies: Copies) -> None:
-    """But for the sketch."""
+    """Device bytes of an offloaded cache do not grow with its tokens, except for the sketch."""
     sizes = []
     for tokens in (50, 1000):
         cache, pairs = small_cache(offloading=True, token_threshold=token_threshold)
@@ -238,7 +239,7 @@ def count_allocated(tokens: int, token_threshold: float, kernels: str) -> int:
 @on_gpu
 @pytest.mark.parametrize(("token_threshold", "kernels"), [(0.0, "auto"), (1.0, "torch")])
 def test_real_device_memory_does_not_grow(token_threshold: float, kernels: str) -> None:
-    """What the allocator holds after prefill: the same for ten times the tokens, but for the sketch, and for what parts
-    of a bulk leave each other where a fused kernel reads them. On the device the tokens would take 9 MB."""
+    """The allocator's memory after a prefill is the same for ten times the tokens, except for the sketch, and for room
+    that parts of a bulk leave each other if a fused kernel reads them. On the device the tokens would take 9 MB."""
     held = [count_allocated(tokens, token_threshold, kernels) for tokens in (200, 2_000, 20_000)]
     assert held[2] <= held[1] + 2**17  # the first call of all leaves libraries' own memory

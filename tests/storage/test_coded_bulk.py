@@ -30,7 +30,7 @@ LOST = {8: 0.004, 4: 0.016}  # of a value's and a weighed residual's variance
 
 
 class Scene(LayerScene):
-    """Of a cache whose heads all read everything."""
+    """A scene with a cache whose heads all read everything."""
 
     def __init__(self, folder: Path, bits: int = 8, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(folder, dtype, criterion="dense", bulk_bits=bits)
@@ -48,7 +48,7 @@ class Scene(LayerScene):
         return self.calls[0][row, :, tokens], self.calls[1][row, :, tokens]
 
     def records(self, row: int) -> Tensor:
-        """Of all tokens of a row's bulk, if it has a sketch: uint8 `[kv_heads, tokens, size]`."""
+        """The records of all tokens of a row's bulk with a sketch: uint8 `[kv_heads, tokens, size]`."""
         bulk, stored, length = self.bulk, self.bulk.stored[row], self.bulk.lengths[row]
         bulk.synchronize()
         return torch.cat([bulk.tensors[0][row, :, :stored].cpu(), bulk.beside[2][row, :, : length - stored].cpu()], 1)
@@ -72,8 +72,8 @@ class Scene(LayerScene):
         return tuple(torch.stack(heads) for heads in zip(*found, strict=True))
 
     def check(self, *, again: bool = False) -> None:
-        """Against rows that are coded alone, in one go, from tokens as they were given; those coded `again`, after a
-        crop, under another fit."""
+        """Assert that rows have the records of the same tokens when they are coded alone and at once; with `again`,
+        tokens were coded again after a crop, under another fit."""
         bulk = self.bulk
         for row, length in enumerate(bulk.lengths):
             closed = segment_spans(length)[-1][0] if length >= 1024 else 0
@@ -134,7 +134,7 @@ def short(scene: Scene) -> None:
 
 
 def forked(scene: Scene) -> None:
-    """To select tokens, and back: codes stay."""
+    """A fork selects tokens, and a fork of that reads all again; codes stay the same."""
     scene.read_own(0, 1500)
     assert scene.cache.layers[0].store.sketch is None
     fork = scene.cache.fork(criterion="gaussian", moments="current")
@@ -171,7 +171,8 @@ def test_both_rungs(bits: int, dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize("offloading", [False, True])
 @pytest.mark.parametrize("kept", [1600, 1100, 700, 30])
 def test_crops_into_closed_segments(kept: int, offloading: bool, tmp_path: Path) -> None:
-    """What opens again is what records said of it, and says the same when it closes again: one coding in all."""
+    """A reopened segment has the tokens that its records decode to, and the same records when it closes again: tokens
+    are coded once in all."""
     with where(offloading):
         scene = Scene(tmp_path)
         scene.read_own()

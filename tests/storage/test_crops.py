@@ -132,8 +132,8 @@ class Walk:
         return found
 
     def check(self) -> None:
-        """Tokens that have been coded for good say what they said; others are as they were given. Where turns are not
-        alike, all tokens of a closed segment may have been coded a second time, and no more."""
+        """Assert that tokens of closed segments decode as before, and that others are as they were given. Unless turns
+        are alike, all tokens of a closed segment may have been coded a second time, and no more."""
         for row, length in enumerate(self.bulk.lengths):
             rows, stored = slice(row, row + 1), self.bulk.stored[row]
             known = self.said[row][0].shape[1]
@@ -147,7 +147,7 @@ class Walk:
             self.again[row] = self.again[row].clone()
             self.again[row][:known] += ~same
             assert int(self.again[row].max()) <= (0 if self.alike else 1)
-            # What records say, of the open segment too: the part of it that will be another's is coded for now.
+            # Records decode to the tokens, also in the open segment, whose end is coded until it joins the next one.
             coded = (min(known, stored + SEGMENT, length) if self.alike else min(known, stored)) * (
                 length >= MIN_TOKENS
             )

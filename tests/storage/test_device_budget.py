@@ -38,7 +38,7 @@ USES |= {rows: SOME[0], copied_and_saved: SOME[1], used_again: SOME[0]}
 
 
 class DeviceBytes:
-    """What bulks have on the device, as their memory tells: for each placement now, and at most at any time."""
+    """Bytes of bulks' living tensors on the device: for each placement now, and the most at any time."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Placement, ReferenceType]] = []
@@ -94,8 +94,8 @@ def turns_as_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("turns_as_on_cpus")
 @pytest.mark.parametrize("use", USES)
 def test_outputs_do_not_depend_on_the_budget(use: Use, model: PreTrainedModel, tmp_path: Path) -> None:
-    """To the bit: at any budget, with the bulk on the device, and on a CPU, where nothing is copied. Bytes are within
-    the budget at any time, also while a bulk moves to a larger block."""
+    """Outputs are the same to the bit at any budget, with the bulk on the device, and on a CPU, where nothing is
+    copied. Bytes are within the budget at any time, also while a bulk moves to a larger block."""
     with small_buffers(), mock.patch.object(bulk, "STREAM_TOKENS", 7):
         cache = QAdACache(model, kernels="torch", **OPTIONS)
         wanted, read = use(model, cache, tmp_path), cache.stats().bulk_read_bytes

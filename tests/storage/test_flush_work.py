@@ -1,4 +1,4 @@
-"""What storing tokens on a GPU costs the host: torch's operations and Triton's launches; and that both store alike."""
+"""The host's work to store tokens on a GPU: torch's operations and Triton's launches. Both store the same."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -50,7 +50,7 @@ def small_segments() -> Iterator[None]:
 
 @pytest.fixture
 def triton_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, once the kernels have been tried there."""
+    """Triton's kernels store and code tokens, as on a GPU after their trials."""
     for module in (coding, copying, correlating):
         monkeypatch.setattr(module, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(copying, "_agrees", lambda _: True)
@@ -154,8 +154,8 @@ def test_a_flush_takes_few_launches(bulk_bits: int, of_records: list[str], monke
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("bulk_bits", [16, 8, 4])
 def test_what_a_flush_brings_back_from_the_host(bulk_bits: int, device: str, copies: Copies) -> None:
-    """Of a bulk in few bits nothing, as its open segment lies on the device. Of one in 16 bits the tokens of the open
-    segment, head by head, since they are coded again."""
+    """A flush of a bulk in few bits reads nothing from the host, as its open segment lies on the device. One in 16 bits
+    reads the open segment's tokens, head by head, since they are coded again."""
     keys, values = make_tokens(PROMPT + DECODED)
     store = make_store(keys, values, bulk_bits, offloading=True)
     store.absorb(keys[:, :, :PROMPT], values[:, :, :PROMPT], None)

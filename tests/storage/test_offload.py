@@ -98,7 +98,7 @@ def test_a_bulk_on_the_device_moves_along() -> None:
 
 @pytest.mark.parametrize("index", [[1, 0, 2], [2, 0, 1], [0, 0, 2], [1, 1, 1], [2, 2, 0], [0, 2, 1]])
 def test_rows_change_in_place(index: list[int]) -> None:
-    """As many rows as before: in the same memory, whichever of them are read and written to."""
+    """A selection of as many rows as before stays in the same memory, whichever rows are read and written to."""
     like = torch.empty(3, 2, 0, 4)
     store = Bulk(like, like, offloading=False, placement=Placement(0), layer=0)
     lengths = [5, 9, 2]

@@ -1,4 +1,4 @@
-"""What a mask says of a row all of whose new tokens are padding."""
+"""Masks for a row whose new tokens are all padding."""
 
 from __future__ import annotations
 

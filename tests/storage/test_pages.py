@@ -17,7 +17,7 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def mapping(address: int) -> str:
-    """What the system says of the memory at `address`: name and value on each line."""
+    """The system's figures of the memory at `address`, from `/proc/self/smaps`: name and value on each line."""
     inside, said = False, []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         span = line.split()[0]
@@ -65,7 +65,7 @@ def test_where_no_more_mappings_are_to_be_had(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(not private_map.AVAILABLE, reason="needs Linux")
 def test_a_bulk_that_grows_leaves_no_memory_behind() -> None:
-    """Else malloc keeps what it moved out of: as much again, once layers have grown."""
+    """A bulk that grows gives its old memory back. Malloc would keep it, as much again once all layers have grown."""
     torch.empty(1 << 25, dtype=torch.uint8).fill_(1)  # freed, it makes malloc keep all that is smaller
     like, keys = torch.empty(1, 8, 0, 64), torch.ones(1, 8, 1200, 64)
     stores = [Bulk(like, like, offloading=True, placement=Placement(0), layer=0) for _ in range(24)]

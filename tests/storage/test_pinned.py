@@ -25,7 +25,7 @@ TOKENS = 131_072
 
 
 class Registered:
-    """What CUDA is told."""
+    """Stands in for CUDA's registration of pinned memory, and records its calls."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -119,7 +119,8 @@ def test_memory_that_cuda_refuses(cuda: Registered, monkeypatch: pytest.MonkeyPa
     (TOKENS, False, 1.1), (8192, True, 1.1), (8192, False, 4.0), (128, False, 5.0),
 ])  # fmt: skip
 def test_bytes_that_a_prompt_has_pinned(chunk: int, told: bool, most: float, cuda: Registered) -> None:
-    """Of those that it holds: read at once, or in chunks whose number is known, in others, and token by token."""
+    """A prompt pins at most this multiple of the bytes that it holds: read at once, in chunks whose number is known or
+    unknown, and token by token."""
     bulks = make_bulks(8)
     for bulk in bulks:
         bulk.expected = TOKENS if told else 0

@@ -1,4 +1,4 @@
-"""Which bulks a budget has on the device: by shares, by bytes, and by what is free."""
+"""A budget chooses the bulks that are on the device: by shares, by bytes, and by free memory."""
 
 from __future__ import annotations
 

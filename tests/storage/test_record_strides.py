@@ -20,7 +20,7 @@ __all__ = ["triton_codes"]  # a fixture
 
 @pytest.mark.parametrize("coder", ["torch", "triton"])
 def test_records_are_the_same(coder: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of closed segments and of the open one, and zeros behind them."""
+    """Records are the same at any stride, of closed segments and of the open one, with zeros behind them."""
     if coder == "triton":
         if not INTERPRETED:
             pytest.skip("needs TRITON_INTERPRET=1")

@@ -1,4 +1,4 @@
-"""Where steps are replays of a graph of all layers, buffers that it reads stay where they are for long."""
+"""If steps are replays of a graph of all layers, buffers that it reads keep their addresses for long."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DIM, DECODED, LAYERS = 16, 1000, 5
 
 
 def list_addresses(store: TokenStore) -> list[int]:
-    """Of all that a plan reads."""
+    """The addresses of all tensors that a plan reads."""
     bulk, sketch = store.bulk, store.bulk.sketch
     tensors = [store.near_keys, store.near_values, *bulk.tensors, *bulk.beside]
     if sketch is not None and sketch.in_use:
@@ -24,8 +24,8 @@ def list_addresses(store: TokenStore) -> list[int]:
 @pytest.mark.parametrize("prompt", [600, 1500, 2900, 4000])
 @torch.inference_mode()
 def test_buffers_are_replaced_once_a_doubling(bits: int, prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all layers at once, though they have shares of room of their own. When a sketch comes into use, so that
-    another graph is needed anyway, other buffers come with it."""
+    """All layers replace their buffers at once, though each has its own share of room. When a sketch comes into use,
+    so that another graph is needed anyway, other buffers are replaced, too."""
     monkeypatch.setattr(row_tensors, "REPLAYING", ("cpu",))
     keys, values = torch.randn(2, 1, 1, prompt + DECODED, DIM, generator=torch.Generator().manual_seed(0))
     sizes = {"sinks": 16, "window": 112, "bulk_bits": bits, "offloading": False}

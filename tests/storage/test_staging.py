@@ -21,7 +21,7 @@ def make(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def bulks() -> list[Bulk]:
-    """Of two layers of one cache. Their memory is taken for the host's, beside a device's."""
+    """The bulks of two layers of one cache, which count as offloaded to the host."""
     placement, found = Placement(0), []
     for layer in (0, 4):
         bulk = Bulk(*make(0, 0), offloading=False, placement=placement, layer=layer)
@@ -64,7 +64,7 @@ def test_each_layer_is_copied_once(segment: int, most: int, bulks: list[Bulk], m
 
 
 def test_what_changed_since_is_copied_anew(bulks: list[Bulk]) -> None:
-    """After a pass that ended between two layers."""
+    """A bulk that has changed since its copy began is copied again, as after a pass that ended between two layers."""
     bring(bulks[0])
     bulks[1].truncate([TOKENS - 9])
     bulks[1].append(slice(0, 1), *make(9, 7))

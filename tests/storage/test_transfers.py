@@ -1,4 +1,4 @@
-"""Which copies between host and device are waited for, when, and how many are under way."""
+"""Copies between host and device: which are waited for, when, and how many are under way."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_layers_grow_one_after_the_other(pinned: bool, tokens: int, chunk: int, 
 
 
 class Stream:
-    """With a kernel under way, unless it is done."""
+    """Stands in for a stream on which a kernel is under way unless `done`."""
 
     device = torch.device("cpu")
 

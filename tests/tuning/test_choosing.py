@@ -25,7 +25,7 @@ def test_quantiles_of_student(freedom: int) -> None:
 
 
 def test_estimates() -> None:
-    """By hand: of 1, 2, 3, 6 the mean is 3, the deviation sqrt(14 / 3), and t is 2.353."""
+    """Estimates equal those by hand: the mean of 1, 2, 3, 6 is 3, the deviation sqrt(14 / 3), and t is 2.353."""
     error = 2.353 * math.sqrt(14 / 3) / 2
     found = estimate([1.0, 2.0, 3.0, 6.0])
     assert (found.mean, found.low, found.high) == pytest.approx((3.0, 3.0 - error, 3.0 + error))

@@ -29,7 +29,8 @@ def small(**changes: Any) -> Any:
 @needs_vectors
 @torch.no_grad()
 def test_figures_are_those_of_an_independent_computation() -> None:
-    """Of transformers alone in float64, and of a cache of its own; on positions of which the first ones select."""
+    """Figures equal those of transformers alone in float64, and of a cache of the test's own. The first of the measured
+    positions select."""
     model, ids = small(), words(1500)[0]
     everything, low, high = prompts.measure_prompt(model, ids, (1e-9, 60.0), moments="current")
     cache = QAdACache(model, moments="current", prefill_threshold=60.0)
