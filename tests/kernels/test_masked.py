@@ -18,8 +18,8 @@ def test_it_is_that_of_float64(
 ) -> None:
     """A query that sees nothing gives nothing."""
     found = []
-    original = masked._attend_shown
-    monkeypatch.setattr(masked, "_attend_shown", lambda *given: found.append(1) or original(*given))
+    original = masked._attend_masked
+    monkeypatch.setattr(masked, "_attend_masked", lambda *given: found.append(1) or original(*given))
     if how == "plain":
         monkeypatch.setattr(masked, "_takes_masks", lambda *_: False)
     made = torch.Generator().manual_seed(0)
@@ -40,13 +40,13 @@ def test_an_operator_that_is_wrong_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     masked._takes_masks.cache_clear()
-    original = masked._attend_shown
+    original = masked._attend_masked
 
     def wrong(*given: object) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = original(*given)  # type: ignore[arg-type]
         return 2 * out, lse
 
-    monkeypatch.setattr(masked, "_attend_shown", wrong)
+    monkeypatch.setattr(masked, "_attend_masked", wrong)
     query, mask = torch.randn(1, 2, 5, 40, generator=torch.Generator().manual_seed(0)), torch.ones(5, 5).tril().bool()
     out, lse = masked_attention(query, query, query, mask, scaling=0.1, softcap=None, kernels="auto")
     wanted = partial_attention(query, query, query, scaling=0.1, causal=True)
