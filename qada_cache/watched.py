@@ -291,10 +291,10 @@ class WatchedCache(NoTensors, DynamicCache):
 
     @functools.cached_property
     def _last_layer(self) -> int:
-        """The last layer that calls in every pass; -1: none does."""
+        """Index of the last layer that calls the cache in every pass; -1, if none does."""
         for index in reversed(range(len(self.layers))):
             calls = isinstance(self.layers[index], (CacheLayerMixin, LinearAttentionCacheLayerMixin))
             # In older transformers feed-forward layers have a linear cache and never call it.
             if calls and self._find_kind(index)[1] not in ("mlp", "moe"):
-                return max([index, *self._shared.model.readers])  # which are no layers of the cache
+                return max([index, *self._shared.model.readers])  # readers call, too, and are no layers of the cache
         return -1

@@ -1,5 +1,5 @@
 """Puts a function before the forward function of a model's decoder. It lets a cache compute a step by itself, and gives
-a pass without a cache one.
+a cache to a pass that the model would compute without.
 
 It replaces the decoder's class by a derived one. Copies and pickles of a model have the original class.
 """

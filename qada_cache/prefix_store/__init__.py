@@ -163,12 +163,12 @@ class PrefixStore:
             cache: of one row, or of rows without padding.
             token_ids: `[tokens]` or `[rows, tokens]`: the cache's tokens from the first on; more may follow, as in the
                 output of `generate`.
-            key: as for `cache`.
+            key: as for `PrefixStore.cache`.
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state.
             ValueError: `token_ids` have another number of rows than the cache, or fewer tokens.
-            NotImplementedError: padding, or as for `cache`.
+            NotImplementedError: padding, or as for `PrefixStore.cache`.
         """
         rows, columns = find_real_rows(token_ids, None)
         cache._check_whole()

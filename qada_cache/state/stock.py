@@ -1,4 +1,5 @@
-"""Checks what a file may set on one of transformers' layers: the attributes of a new layer, each of the same kind."""
+"""Checks the attributes that a file sets on a stock layer, one of transformers' own: those that a new layer of its kind
+has, and no others, each of the same type."""
 
 from functools import partial
 from typing import Any

@@ -86,9 +86,9 @@ class PromptSetting:
     """One `prefill_threshold` over all prompts; 0 reads exactly."""
 
     threshold: float
-    kl: Estimate
-    top1: float  # this and the next as means
-    pairs: float
+    kl: Estimate  # KL divergence of predictions from those of the exact reading, nats
+    top1: float  # mean share of predictions with the same likeliest token
+    pairs: float  # mean share of pairs of tokens that were computed
     seconds: float  # the median
     time: float  # over that of the exact reading of the same prompt, the median
 

@@ -28,23 +28,24 @@ struct Decode {
     View<const Element> bulk_keys, bulk_values;
     View<const float> log_bulk;  // of each query of a head; null where it is the larger estimate by these
     Moments moments[2];          // null where there are fewer
-    // Those of `Sketch` (sketch/codec.py); none without one. 16 bits are bfloat16.
+    // Fields of `Sketch`, with shapes as in `list_fields` (sketch/codec.py); null without a sketch. Those of 16 bits
+    // are bfloat16.
     View<const uint32_t> codes;
     View<const uint8_t> scales;
     View<const int8_t> slopes;  // of two channels a byte
     View<const float> units, noise, variances, mean_value, slope_units;
     View<const uint16_t> centres, weights;
     View<const Channel> order;
-    const float* errors;       // [DIM] of `Layout`, times half the squared scaling
+    const float* errors;  // [DIM] of `Layout`, times half the squared scaling
     const float* sink_logits;  // of each query head: one more score, of a token whose value is zero; may be null
     // Of closed segments, and of the tokens that follow: bulk keys and values are then of rows without a sketch.
     View<const uint8_t> records, open_records;
     View<const float> record_weights;  // [DIM], `m` of sketch/coded.py
     int64_t *bulk_read_bytes, *sketch_read_bytes;  // may be null
     int64_t batch, kv_heads, split_tokens;
-    int64_t min_sketched;                 // a bulk of fewer tokens is read whole
+    int64_t min_sketched;  // a bulk of fewer tokens is read whole
     int64_t segment_tokens, last_tokens;  // of a segment, and of the last one at least
-    int64_t alone;            // products of a phase that one thread has summed before another wakes
+    int64_t alone;  // products of a phase that one thread has summed before another wakes
     int64_t sketch_bytes[3];  // of a token, of a segment, and once
     float scaling, logit_threshold;  // `log A_local - log A_bulk` below which a head is long-context
     float log_token_threshold, log_unread_weight;
@@ -179,9 +180,9 @@ struct Selecting {
     int64_t segment_count;
     std::unique_ptr<Rounded[]> segments;
     float log_buffer[QUERIES], score_cut[QUERIES];  // log A_buffer; least score of a selected token, by a sample
-    float along[SIZE];                              // [count, VALUE_DIM], scaling * Cov(v, k) q
-    float pending[SIZE], pending_lse[QUERIES];      // attention over pending tokens
-    Turned turned;                                  // the queries for records, if there are any
+    float along[SIZE];  // [count, VALUE_DIM], scaling * Cov(v, k) q
+    float pending[SIZE], pending_lse[QUERIES];  // attention over pending tokens
+    Turned turned;  // the queries for records, if there are any
 
     // Prepares a flagged head; `lse` [QUERIES] is of its local attention. False if its whole bulk is to be read, as
     // estimates of a query are unreliable.

@@ -147,13 +147,13 @@ def _attend_to_head(
     queries, (tokens, dim), value_dim = query.shape[1], key.shape, value.shape[1]
     kernel = build_selecting(dim, value_dim, key.dtype)
     assert kernel is not None
-    unread = torch.zeros((), dtype=torch.int64, device="cpu")
+    unread_pairs = torch.zeros((), dtype=torch.int64, device="cpu")
     addresses = (
         find_address("query", query, key.dtype, (*query.shape[:2], dim), packed=1),
         find_address("key", key, prompt.NUMBERS, (tokens, dim), packed=1),
         find_address("value", value, key.dtype, (tokens, value_dim), packed=1),
         find_address("out", out, prompt.OUT, (*query.shape[:2], value_dim), packed=1),
-        find_address("unread", unread, torch.int64, ()),
+        find_address("unread", unread_pairs, torch.int64, ()),
     )
     call = Call(
         *addresses,
@@ -162,4 +162,4 @@ def _attend_to_head(
         *(out.dtype == torch.bfloat16, torch.get_num_threads(), scaling, threshold),
     )
     kernel.prompt_attention(ctypes.byref(call))
-    return int(unread)
+    return int(unread_pairs)

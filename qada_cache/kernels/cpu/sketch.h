@@ -60,9 +60,10 @@ inline Whole nearest(Numbers numbers) {
     return (Whole)(numbers + 12582912.0f) - 0x4b400000;
 }
 
-// A head's flagged queries, rounded for one segment as in `estimate_scores`. With `product` of `fours` and a token's
-// codes, and its `scale`, a score is `middle + scale * (step * product - offset + spread * scale)`. Records need scores
-// more precise than a byte: there the rounded remainders, `lows`, `FINER` times as fine, are added, and not `spread`.
+// A head's flagged queries, rounded for one segment as in `estimate_scores`. Let `product` be that of `fours` and a
+// token's codes, and `scale` the token's. Its score is `middle + scale * (step * product - offset + spread * scale)`:
+// `spread` is the expected effect of coding errors, `offset` makes odd integers of codes. Records need scores more
+// precise than a byte: they add the rounded remainders, `lows`, `FINER` times as fine, and leave `spread` out.
 struct Rounded {
     int32_t fours[DIM / 4][SLOTS];  // rounded values of four channels, a byte each
     int32_t lows[SCORED ? DIM / 4 : 1][SLOTS];

@@ -33,7 +33,7 @@ def add_products_twice(
     b_high, b_low, p_codes, p_high, p_low, room, o_tokens, m_tokens, WORDS: tl.constexpr, BITS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """As `estimate_kernels.add_products`, lane by lane, by queries of two terms."""
+    """As `estimate_kernels.add_products`, lane by lane, for the high and the low term of each rounded query."""
     if WORDS > UNROLLED:
         for word in range(WORDS):
             b_high, b_low = add_word_twice(

@@ -146,7 +146,7 @@ class Storer:
         )  # fmt: skip
         if not states.is_cuda or states.device.index == torch.cuda.current_device():
             self._launches.launch(store_kernel, grid, tuple(variant), *arguments)
-        else:  # Triton launches on the current device, which it mostly is: to set it takes as long as to launch
+        else:  # Triton launches on the current device. Setting it costs as much as a launch, so only if need be.
             with torch.cuda.device_of(states):
                 self._launches.launch(store_kernel, grid, tuple(variant), *arguments)
         if moments:
