@@ -197,7 +197,7 @@ def judge(model_type: str) -> dict[str, Any]:
         ours = sum(isinstance(layer, QAdALayer) for layer in cache.layers)
         row["layers"] = f"{ours} of {len(cache.layers)}"
         error = float((compute_logits(model, cache) - wanted).abs().max() / wanted.abs().max())
-    except Exception as error:  # likewise
+    except Exception as error:  # whatever a cache, or the model with it, raises: that is the finding
         return row | {"verdict": "refused", "words": describe(error)}
     if error > ROUNDING:
         return row | {"verdict": "differs", "words": f"by {error:.1e} of the largest logit"}

@@ -77,14 +77,11 @@ class LatentAttention:
         return absorbed <= past * (expansion + queries * (self.nope + rope + self.value_dim))
 
     def _attend_absorbed(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
-        grouped = self._absorb(states)
-        out = grouped.new_zeros(*grouped.shape[:3], self.layer.sizes.rank, dtype=torch.float32)
+        grouped, rank = self._absorb(states), self.layer.sizes.rank
+        out = grouped.new_zeros(*grouped.shape[:3], rank, dtype=torch.float32)
         lse = out.new_full(out.shape[:-1], -torch.inf)
-        parts = attend_to_parts(
-            *(self.store, rows, grouped, self.layer.sizes.rank),
-            scaling=self.query.scaling,
-            kernels=self.layer.options.kernels,
-        )
+        scaling, kernels = self.query.scaling, self.layer.options.kernels
+        parts = attend_to_parts(self.store, rows, grouped, rank, scaling=scaling, kernels=kernels)
         for at, *far, nbytes in parts:
             out[at], lse[at] = merge_partials(out[at], lse[at], *far)
             self.layer.counters.streamed_bytes += nbytes

@@ -30,7 +30,7 @@ def load_model(name: str, *, dtype: str, device_map: str | None, **where: Any) -
         reads_images = type(config) not in tables[0] and type(config) in tables[1]
         kind = AutoModelForMultimodalLM if reads_images else AutoModelForCausalLM
         return kind.from_pretrained(name, dtype=dtype, device_map=device_map, **where), tokenizer
-    except Exception as error:  # its message does not always name the model
+    except Exception as error:  # at a damaged file each library raises errors of its own, which need not name the model
         said = error if isinstance(error, _TELLING) else f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot load the model {name!r}: {said}") from error
 

@@ -1,6 +1,7 @@
 """Rules of the house that its source is held to."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,12 +16,19 @@ MOST_PARAMETERS = 14
 MOST_MODULES = 2  # that define a function of one name
 
 
+@functools.cache
+def list_modules(folder: Path = HOUSE) -> list[tuple[str, ast.Module]]:
+    """Every Python file in `folder`, by its path there, and its syntax tree."""
+    paths = sorted(folder.rglob("*.py"))
+    return [(path.relative_to(folder).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+
+
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
     """Every function of the package, with its file."""
-    for path in sorted(HOUSE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for file, module in list_modules():
+        for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef):
-                yield str(path.relative_to(HOUSE)), node
+                yield file, node
 
 
 def test_no_function_takes_too_many_parameters() -> None:
@@ -37,10 +45,10 @@ def test_no_function_takes_too_many_parameters() -> None:
 def test_no_function_name_is_in_more_than_two_modules() -> None:
     """Only functions of modules count; a method belongs to its class, and an inner function to the outer one."""
     files = defaultdict(set)
-    for path in sorted(HOUSE.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for file, module in list_modules():
+        for node in module.body:
             if isinstance(node, ast.FunctionDef):
-                files[node.name].add(str(path.relative_to(HOUSE)))
+                files[node.name].add(file)
     assert not {name: found for name, found in files.items() if len(found) > MOST_MODULES}
 
 
@@ -53,24 +61,24 @@ def test_every_tensor_that_is_made_names_its_device() -> None:
     """A tensor without a device lies on torch's default one, which users may set, as do tensors of tokenizers."""
     makers = {f"torch.{made.__name__}" for made in _device_constructors()} | {"torch.Generator"}
     found = []
-    for path in sorted(HOUSE.rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    for file, module in list_modules():
+        nodes = list(ast.walk(module))
         calls = {node.func: node for node in nodes if isinstance(node, ast.Call)}
         named = {node.func for node in calls.values() if any(given.arg == "device" for given in node.keywords)}
         named |= {func for func, node in calls.items() if ast.unparse(func) == "torch.Generator" and node.args}
         wrong = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node) in makers]
         wrong = [node for node in wrong if node not in named]
         wrong += [func for func, node in calls.items() if any(given.arg == "return_tensors" for given in node.keywords)]
-        found += [f"{path.relative_to(HOUSE).as_posix()}: {ast.unparse(node)}" for node in wrong]
+        found += [f"{file}: {ast.unparse(node)}" for node in wrong]
     assert found == ["files/tensor_file.py: torch.empty"]  # a default of an argument, called with a device
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
     """Every call in the package, with its file."""
-    for path in sorted(HOUSE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for file, module in list_modules():
+        for node in ast.walk(module):
             if isinstance(node, ast.Call):
-                yield path.relative_to(HOUSE).as_posix(), node
+                yield file, node
 
 
 def is_number(node: ast.expr) -> bool:
@@ -103,9 +111,8 @@ def test_sentences_of_docstrings_begin_with_their_subject() -> None:
     """CONTRIBUTING's first rule: what is returned comes first, then of what."""
     late = re.compile(r"(?:^|[.:!?]\s+)(?:Of|By|What|Where|Likewise)\b.{,60}", re.DOTALL)
     found = []
-    for path in sorted([*HOUSE.rglob("*.py"), *Path(__file__).parents[1].rglob("*.py")]):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for file, module in [*list_modules(), *list_modules(Path(__file__).parents[1])]:
+        for node in ast.walk(module):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                sentences = late.findall(ast.get_docstring(node) or "")
-                found += [f"{path.relative_to(HOUSE.parent).as_posix()}: {sentence}" for sentence in sentences]
+                found += [f"{file}: {sentence}" for sentence in late.findall(ast.get_docstring(node) or "")]
     assert not found

@@ -92,27 +92,27 @@ def count_failures(target: Target) -> int:
 
 def list_builds(target: Target) -> list[Build]:
     """All builds of the target."""
-    found = []
+    builds = []
     for (element, dim, value_dim, queries, bits), processor in product(SIZES, target.processors):
         records = RecordLayout.from_bits(dim, value_dim, bits)
-        found.append(Build(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor))
+        builds.append(Build(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor))
         if records is not None:
             macros = cpu.define("FLOAT32", dim, value_dim, 1, records)
-            found.append(Build(recording.SOURCE, macros, processor))
+            builds.append(Build(recording.SOURCE, macros, processor))
     for (dtype, dim), processor in product(QUANTIZER_SIZES, target.processors):
-        found.append(Build(quantizing.SOURCE, quantizing.define_quantizer(dtype, dim), processor))
+        builds.append(Build(quantizing.SOURCE, quantizing.define_quantizer(dtype, dim), processor))
     for (dtype, dim, rank, bits), processor in product(LATENT_SIZES, {*target.processors, *target.of_prompts}):
         records = RecordLayout.from_bits(dim, 0, bits)
-        found.append(Build(latent.SOURCE, latent.define_latent(dtype, dim, rank, records), processor))
+        builds.append(Build(latent.SOURCE, latent.define_latent(dtype, dim, rank, records), processor))
         macros = cpu.define(cpu.ELEMENTS[dtype], dim, rank, 4, records, shared=True)
-        found.append(Build(cpu.SOURCE, macros, processor))
+        builds.append(Build(cpu.SOURCE, macros, processor))
     of_prompts = dict.fromkeys((prompt.SOURCE, correlating.SOURCE), prompt.define)
     of_prompts[selected_prompt.SOURCE] = selected_prompt.define_selecting
     for processor, instructions in target.of_prompts.items():
         with mock.patch.object(prompt, "read_instructions", lambda found=instructions: found):
             for (source, define), sizes, dtype in product(of_prompts.items(), PROMPT_SIZES, prompt.NUMBERS):
-                found.append(Build(source, define(*sizes, dtype), processor))
-    return found
+                builds.append(Build(source, define(*sizes, dtype), processor))
+    return builds
 
 
 def is_clean(target: Target, build: Build) -> bool:
@@ -123,8 +123,10 @@ def is_clean(target: Target, build: Build) -> bool:
     with tempfile.TemporaryDirectory() as folder:  # Zig's compiler writes to no device
         asked = [*target.compiler, *flags, "-O1", *told, *build.macros, "-c", str(build.source), "-o", f"{folder}/it.o"]
         done = subprocess.run(asked, check=False, capture_output=True, text=True)
-    found = "failed" if done.returncode else "is clean"
-    print(f"{build.source.name} {build.processor} {' '.join(build.macros)} {found}\n{done.stderr}", end="", flush=True)
+    outcome = "failed" if done.returncode else "is clean"
+    print(
+        f"{build.source.name} {build.processor} {' '.join(build.macros)} {outcome}\n{done.stderr}", end="", flush=True
+    )
     return not done.returncode
 
 

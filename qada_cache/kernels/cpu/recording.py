@@ -41,8 +41,8 @@ def code_records(
     if not keys.is_cpu or not keys.numel() or (library := build_coder(layout)) is None:
         return None
     records = torch.empty(*keys.shape[:3], layout.size, dtype=torch.uint8, device="cpu")
-    # As they lie: a copy of a prompt's keys takes as long as coding them.
-    keys, values = (part.float() if part.stride(3) == 1 else part.float().contiguous() for part in (keys, values))
+    # Strides of tokens are passed on: to copy a prompt's keys takes nearly as long as to code them.
+    keys, values = ((part if part.stride(3) == 1 else part.contiguous()).float() for part in (keys, values))
     _call(library.code_records, records, keys, values, sketch, weights, layout, first=first, segments=segments)
     return records
 
