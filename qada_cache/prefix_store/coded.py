@@ -10,7 +10,7 @@ from torch import Tensor
 from ..cache import QAdACache
 from ..models import find_inputs_device
 from ..sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, Layout
-from ..sketch.codec import CODES, has_whole_order, list_fields
+from ..sketch.codec import CODES, MIN_ENERGY, MIN_VARIANCE, has_whole_order, list_fields
 from ..sketch.coded import RecordLayout, fit_records
 from ..state import Options
 from ..state.layer import QAdALayer
@@ -44,7 +44,8 @@ def find_edge(sinks: int, number: int) -> int:
 def describe_coded(options: Options) -> str:
     """`Header.reading` of tokens in few bits: a digest of the options that decide how they are read and coded."""
     values = [getattr(options, name) for name in ("bulk_bits", "sink_tokens", "sketch_bits")]
-    return make_digest([CODED, *values, describe_reading(options)], options.query_energies)
+    values += [MIN_ENERGY, MIN_VARIANCE, describe_reading(options)]
+    return make_digest([CODED, *values], options.query_energies)
 
 
 def store_row(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments
-from ..sketch.codec import CODES, has_whole_order, list_fields
+from ..sketch.codec import CODES, MIN_ENERGY, MIN_VARIANCE, has_whole_order, list_fields
 from ..state import Options
 from ..storage import TokenStore
 from .folder import Layers
@@ -20,7 +20,8 @@ def digest_sketch(options: Options) -> str:
     """A digest of all that a cache's codes depend on beside keys; empty without a sketch."""
     if not options.selects_tokens:
         return ""
-    return make_digest([options.sink_tokens, options.sketch_bits, SEGMENT_TOKENS], options.query_energies)
+    values = [options.sink_tokens, options.sketch_bits, SEGMENT_TOKENS, MIN_ENERGY, MIN_VARIANCE]
+    return make_digest(values, options.query_energies)
 
 
 def find_code(store: TokenStore, row: int, start: int, stop: int) -> dict[str, torch.Tensor]:

@@ -29,8 +29,10 @@ MIN_PEAK = 1e-30  # of a rotated query, below which it is rounded to zeros: its 
 SCALE_LEVELS = 255  # a rounded scale's largest value
 SLOPE_LEVELS = 7  # a rounded slope's largest value: two lie in a byte
 ROUNDINGS = 4  # of a key; more gain nothing
-MIN_ENERGY = 0.03  # of the mean of the channels: a guard against queries unlike those that were seen
-MIN_VARIANCE = 1e-4  # of the mean of the channels: a channel that hardly varies gets a finite weight
+# Of the mean of the channels. A model may have large keys and small queries in a channel, or the reverse, as only their
+# product counts. So these only keep weights finite: a greater one would spend bits on such channels.
+MIN_ENERGY = 1e-4
+MIN_VARIANCE = 1e-8
 TINY = torch.finfo(torch.float32).tiny
 FIT = ("units", "centres", "order", "weights")  # a segment's parameters, by which its tokens are coded
 TOKENS = ("codes", "scales")  # the fields of a `Sketch` with a value for each token, in the last dimension

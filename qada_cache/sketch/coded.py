@@ -19,6 +19,7 @@ RECORD_BITS = (8, 6, 5, 4, 3)  # of a value
 # By `bulk_bits`, the bits of a key's residual and of a value: eval/results/rungs-*.csv. With its part of the sketch a
 # token takes 0.41 and 0.32 of its bytes in 16 bits.
 RUNGS = {8: (5, 6), 4: (4, 4)}
+OLDER_MIN_ENERGY = 0.03  # `MIN_ENERGY` of files that do not name theirs
 SCALE = torch.bfloat16  # the dtype of scales: its range is that of all models' dtypes
 ALIGNMENT = 4  # bytes
 STRIDES = {"cuda": 32}  # bytes, by the type of the device that computes: records begin at multiples there
@@ -103,6 +104,16 @@ def find_query_weights(energies: Tensor | None, dim: int, device: torch.device) 
     if energies is None:
         return torch.ones(dim, dtype=torch.float32, device=device)
     return set_floor(energies.to(device, torch.float32), MIN_ENERGY).sqrt()
+
+
+def read_energies(energies: Tensor, least: float) -> Tensor:
+    """The query energies float32 `[..., dim]` of a file whose records were coded with `least` as `MIN_ENERGY`, so that
+    `find_query_weights` returns the same `m` as then; ValueError if it has never been that."""
+    if least == MIN_ENERGY:
+        return energies
+    if least != OLDER_MIN_ENERGY:
+        raise ValueError(f"its records were coded for query energies of at least {least} of their mean")
+    return set_floor(energies, least)
 
 
 def estimate_keys(made: dict[str, Tensor], layout: Layout, of: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from ..kernels.reference import suspend_autocast
 from ..key_moments.running import RunningMoments
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, find_segment_start
 from ..sketch.codec import CODES, TOKENS, Sketch, list_fields, view_span
-from ..sketch.coded import find_query_weights
+from ..sketch.coded import OLDER_MIN_ENERGY, find_query_weights, read_energies
 from . import transfers
 from .versioned import Buffer, Versioned
 
@@ -210,7 +210,7 @@ class BulkSketch(Versioned):
         return {
             **self._view_codes(slice(None), 0, tokens),
             **{"mean_value": tensors["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance},
-            **{"sketch_lengths": self.lengths, "query_energies": self.energies},
+            **{"sketch_lengths": self.lengths, "query_energies": self.energies, "min_energy": codec.MIN_ENERGY},
         }
 
     def restore(self, record: dict[str, Any], bulk: "Bulk") -> None:
@@ -234,7 +234,8 @@ class BulkSketch(Versioned):
                 raise ValueError(
                     f"its sketch of {wanted} tokens in {self.layout} has {name} {saved.dtype} {list(saved.shape)}"
                 )
-            part.copy_(saved)
+            weighs = bulk.beside and name in ("query_energies", "error_energies")  # errors of its records
+            part.copy_(read_energies(saved, record.get("min_energy", OLDER_MIN_ENERGY)) if weighs else saved)
         for row, length in enumerate(wanted):
             if length:
                 rows, start = slice(row, row + 1), find_segment_start(length)
