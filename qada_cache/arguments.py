@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .names import PROMPTS, SCHEMES
+from .names import PROMPTS, SCHEMES, WITHOUT_TEXT
 
 # Each command, in a line, and in full.
 COMMANDS = {
@@ -73,8 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, parents=[parent], help=brief, description=whole)
         subparser.set_defaults(least=least, parser=subparser)
         if which:
-            subparser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=which)
-            subparser.add_argument("--model", metavar="MODEL", help="the same")
+            told: dict[str, Any] = {"metavar": "MODEL", "action": _Once}
+            subparser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=which, **told)
+            subparser.add_argument("--model", help="the same", **told)
         return subparser
 
     add = command("moments", hub, tokens=1).add_argument
@@ -128,13 +129,24 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Once(argparse.Action):
+    """Takes a value once: another one in another place would replace the first without a word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if (known := getattr(namespace, self.dest, None)) not in (None, values):
+            parser.error(f"give one MODEL, not {known} and {values}")
+        setattr(namespace, self.dest, values)
+
+
 def check_options(options: argparse.Namespace) -> None:
     """Refuse what can be refused before seconds of importing, and minutes of loading and measuring: ValueError or
     OSError. argparse's own error names a missing argument."""
     if getattr(options, "model", "") is None:
         options.parser.error("the following arguments are required: MODEL (a " + WHICH + ")")
-    if getattr(options, "dataset", None) and options.text:
-        raise ValueError("give --text or --dataset, not both")
+    if options.command == "moments":
+        _check_source(options)
     for name in ("text", "confirm_text"):
         path = getattr(options, name, None)
         if path is not None and not path.is_file():
@@ -145,6 +157,7 @@ def check_options(options: argparse.Namespace) -> None:
             raise FileNotFoundError(f"--{name}: there is no folder {path.parent}")
         if path is not None and path.is_dir() and options.command != "serve-folder":
             raise IsADirectoryError(f"--{name}: {path} is a folder, name a file in it")
+    _check_places(options)
     if (picture := getattr(options, "plot", None)) is not None:
         _check_picture(picture)
     if getattr(options, "prefill", False) and options.bytes is not None:
@@ -152,6 +165,28 @@ def check_options(options: argparse.Namespace) -> None:
     for name, least in options.least.items():
         if (given := getattr(options, name)) is not None and given < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {given}")
+
+
+def _check_source(options: argparse.Namespace) -> None:
+    """Raise ValueError, if the options of `qada moments` name two texts, or one that nothing reads."""
+    if options.dataset and options.text:
+        raise ValueError("give --text or --dataset, not both")
+    if options.subset and not options.dataset:
+        raise ValueError("--subset is of a --dataset: give one")
+    if options.prompt in WITHOUT_TEXT and (options.dataset or options.text):
+        raise ValueError(f"--prompt {options.prompt} reads no text: leave out --text and --dataset, or name another")
+
+
+def _check_places(options: argparse.Namespace) -> None:
+    """Raise ValueError, if a file would be written over one that is read, or if texts that should differ are one."""
+    named = ((name, getattr(options, name, None)) for name in ("model", "text", "confirm_text", "out", "plot"))
+    places = {name: Path(path).resolve() for name, path in named if path is not None}
+    for name in places.keys() & {"out", "plot"}:
+        for other in places.keys() - {name}:
+            if places[name] == places[other]:
+                raise ValueError(f"--{name} would write over --{other.replace('_', '-')}: name another file")
+    if "text" in places and places["text"] == places.get("confirm_text"):
+        raise ValueError("--confirm-text is --text: a choice is confirmed by other text")
 
 
 def _check_picture(path: Path) -> None:

@@ -54,9 +54,12 @@ def _choose_text(options: argparse.Namespace) -> str | None:
 def _read_text(path: Path, name: str) -> str:
     """The text file that the option `name` gives."""
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: {path} is no text file in UTF-8") from error
+    if not text.strip():
+        raise ValueError(f"{name}: {path} is empty")
+    return text
 
 
 def measure_profile(options: argparse.Namespace) -> None:
@@ -169,7 +172,8 @@ def manage_store(options: argparse.Namespace) -> int:
             return int(bool(wrong))
         prompts_in_store = store.prompts()
     except FileNotFoundError:
-        prompts_in_store = []
+        print(f"no stored prompts: there is no folder {store.folder}")
+        return 0
     if prompts_in_store:
         _print_table([each.make_row() for each in prompts_in_store])
     else:

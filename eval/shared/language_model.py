@@ -26,6 +26,18 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 HELP = f"{DEFAULT}, a path or Hub repository, or a GGUF file (default: %(default)s)"
 
 
+def to_device(text: str) -> str:
+    """The name of a device of this machine, of a command line; lm-eval takes another one for one that is not there."""
+    try:
+        torch.empty(0, dtype=torch.float32, device=text)
+    except (AssertionError, RuntimeError) as error:  # torch raises either
+        raise ValueError from error
+    return text
+
+
+to_device.__name__ = "device of this machine"  # which argparse names
+
+
 def find_source(name: str) -> dict[str, str]:
     """What `from_pretrained` takes for a model's name: `pretrained_model_name_or_path`, and `gguf_file` if it is one.
 

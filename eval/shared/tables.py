@@ -75,7 +75,18 @@ to_amount.__name__ = "amount (a number, not negative)"  # which argparse names
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """That of `python -m eval.NAME`, whose docstring is `doc`."""
-    return argparse.ArgumentParser(prog=f"python -m eval.{name}", description=(doc or "").split("\n\n")[0])
+    return _Parser(prog=f"python -m eval.{name}", description=(doc or "").split("\n\n")[0])
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes each of several values once: what is measured twice would count twice."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options = super().parse_args(args, namespace)
+        for name, given in vars(options).items():
+            if isinstance(given, list):
+                setattr(options, name, list(dict.fromkeys(given)))
+        return options
 
 
 def read(path: Path) -> Rows:

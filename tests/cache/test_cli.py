@@ -21,6 +21,7 @@ from qada_cache.kernels import choice
 from qada_cache.models import loading
 
 MODEL = str(needle.FOLDER)
+FILE = str(needle.FOLDER / "config.json")
 
 
 def test_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +85,13 @@ def test_moments_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--model", MODEL, "--out", "{}/x", "--prompt", "wiki"], "does not know the words"),
         (["--model", MODEL, "--out", "{}/x", "--device-map", "meta"], "on the meta device, .*: load them first"),
         (["--model", MODEL, "--out", "{}/x", "--text", "a", "--dataset", "b"], "--text or --dataset, not both"),
+        (["--model", MODEL, "--out", "{}/x", "--subset", "a"], "--subset is of a --dataset"),
+        (
+            ["--model", MODEL, "--out", "{}/x", "--text", FILE, "--prompt", "random-tokens"],
+            "--prompt random-tokens reads no text",
+        ),
+        (["--model", MODEL, "--out", FILE, "--text", FILE], "--out would write over --text"),
+        (["--model", FILE, "--out", FILE], "--out would write over --model"),
     ],
 )
 def test_errors_are_one_line(
@@ -94,6 +102,28 @@ def test_errors_are_one_line(
     assert len(error) == 1
     assert re.search(message.format(tmp_path), error[0])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_empty_text_is_not_our_article(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(content)
+    given = ["moments", MODEL, "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "x")]
+    assert main(given) == 1
+    assert capsys.readouterr().err == f"qada moments: --text: {tmp_path}/text.txt is empty\n"
+    assert not (tmp_path / "x").exists()
+
+
+def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "one", "--model", "other"])
+    assert ended.value.code == 2
+    assert "give one MODEL, not " in capsys.readouterr().err
+
+
+def test_a_picture_in_place_of_its_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="pictures are drawn with it")
+    assert main(["profile", MODEL, "--out", str(tmp_path / "x.png"), "--plot", str(tmp_path / "x.png")]) == 1
+    assert " would write over --" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_loaded_is_named(

@@ -98,7 +98,7 @@ def test_commands(store: PrefixStore, model: PreTrainedModel, capsys: pytest.Cap
     where = ["--folder", str(store.folder)]
     for action in (["list"], ["verify"], ["drop", "--all"]):
         assert main(["store", *action, *where]) == 0
-        assert capsys.readouterr().out == "no stored prompts\n"
+        assert capsys.readouterr().out == f"no stored prompts: there is no folder {store.folder}\n"
     keep(store, model, 1)
     keep(store, model, 1, key="tenant")
     keep(store, model, 2, tokens=FILE_TOKENS + 9)

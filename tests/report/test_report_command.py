@@ -64,7 +64,7 @@ def test_a_long_text_is_cut_and_options_are_taken(tmp_path: Path) -> None:
         (["--ask", "why", "--out", "{}"], "--out: {} is a folder, name a file in it"),
         (["--ask", "why", "--text", "{}/none.txt"], "--text: there is no file .*none.txt"),
         (["--ask", "why", "--text", "{}/bytes"], "--text: {}/bytes is no text file in UTF-8"),
-        (["--ask", "why", "--text", "{}/blank"], "the document is empty: give a text"),
+        (["--ask", "why", "--text", "{}/blank"], "--text: {}/blank is empty"),
         (["--ask", " "], "the question is empty: give a text"),
         (
             ["--ask", "why", "--new-tokens", "99999"],

@@ -172,7 +172,9 @@ def test_four_bits_that_lose_too_much_are_not_chosen(
 
 
 def test_bytes_are_a_budget_too(named: tuple[str, str], home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(named, "--bytes", "1", "--confirm-text", named[1]) in (0, 1)  # it may exceed all: the sketch counts
+    other = Path(named[1]).with_name("other.txt")
+    other.write_text(Path(named[1]).read_text())
+    assert run(named, "--bytes", "1", "--confirm-text", str(other)) in (0, 1)  # it may exceed all: the sketch counts
     assert "100.0% of the bytes" in capsys.readouterr().out
 
 
@@ -254,6 +256,10 @@ def test_an_interrupted_run_keeps_nothing(
         ),
         (["{}", "--bytes", "8"], r"--bytes must be a share in \(0, 1\], got 8.0"),
         (["{}", "--plot", "/nowhere/x.png"], "--plot: there is no folder /nowhere"),
+        (
+            ["{}", "--text", "{}/text.txt", "--confirm-text", "{}/text.txt"],
+            "--confirm-text is --text: a choice is confirmed by other text",
+        ),
     ],
 )
 def test_errors_are_one_line_and_status_2(
