@@ -34,6 +34,7 @@ from .latent import LatentLayer, resolve_latent_options
 
 logger = logging.getLogger(__name__)
 
+OWN_CACHES = "minimax", "xlstm"  # types of models that refuse or ignore any other cache than their own
 NEWEST = (5, 24)  # the newest transformers that the tests run on: private names may change in later ones
 
 
@@ -75,6 +76,8 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"QAdACache does not support layers that attend to images' keys: {way_out}")
     if config.model_type == "recurrent_gemma":  # copies and files would miss the states, which are of the last text
         raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
+    if config.model_type in OWN_CACHES:
+        raise NotImplementedError(f"{config.model_type} takes no cache but its own: give it none")
     if model is None:
         return
     # The parts of a model, perhaps itself, that have its decoder's config; parts that read images have another.

@@ -32,7 +32,7 @@ def read_keys(
         place = {} if positions is None else {"position_ids": positions[:, part].to(device)}
         try:
             model(input_ids=ids[:, part].to(device), **pass_cache(cache), **asked, **place)
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:  # of what the model has not been given
             raise ValueError(
                 f"this {type(model).__name__} does not read the text that key moments are taken of, as it says "
                 f'({error}): use moments="current"'

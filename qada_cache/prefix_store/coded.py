@@ -62,10 +62,12 @@ def store_row(
     max_bytes: int,
 ) -> tuple[int, int]:
     """As `keeping.store_row`, for tokens in few bits. The file of tokens after the closed segments replaces older ones
-    that its tokens begin with."""
+    that its tokens begin with. Nothing is stored from the first segment on of which tokens have been decoded."""
     stores = [layer.store for layer in layers if layer.store is not None]
     sinks, chain, written = stores[0].sinks, list[Name](), 0
     closed = _count_whole(stores, row, len(tokens))
+    if _has_decoded(stores, row):
+        tokens = tokens[: find_edge(sinks, closed)]
     try:
         for number in range(closed + 1):
             parent, whole = chain[-1].own if chain else root, number < closed
@@ -98,6 +100,13 @@ def _count_whole(stores: Sequence[TokenStore], row: int, tokens: int) -> int:
         assert isinstance(store.bulk, CodedBulk)
         most = min([most, store.bulk.stored[row] // SEGMENT_TOKENS, *store.bulk.recoded[row]])
     return max(most, 0)
+
+
+def _has_decoded(stores: list[TokenStore], row: int) -> bool:
+    """Whether a crop has opened closed segments of a row that are still open, or were coded again. Caches that found
+    their tokens beside other keys and values would code them once more at every edit."""
+    bulks = [store.bulk for store in stores]
+    return any(bulk.reopened[row] or bulk.recoded[row] for bulk in bulks if isinstance(bulk, CodedBulk))
 
 
 def _copy_part(layer: QAdALayer, row: int, start: int, stop: int, segment: int | None) -> dict[str, Tensor]:

@@ -27,9 +27,12 @@ from transformers import (
     GotOcr2ForConditionalGeneration,
     MambaConfig,
     MambaForCausalLM,
+    MiniMaxConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    xLSTMConfig,
 )
 
 from qada_cache import KeyMoments, PrefixStore, QAdACache, StaticHeads, prepare
@@ -180,6 +183,15 @@ def test_states_that_a_model_keeps_itself(layers: int) -> None:
     model = RecurrentGemmaForCausalLM._from_config(config).eval()
     with pytest.raises(NotImplementedError, match="recurrent_gemma keeps its states in the model"):
         QAdACache(model)
+
+
+@pytest.mark.parametrize("kind", [MiniMaxConfig, xLSTMConfig])
+def test_models_with_caches_of_their_own(kind: type[PreTrainedConfig]) -> None:
+    """They ignore any other, or raise at it."""
+    config = kind()
+    config._attn_implementation = "sdpa"
+    with pytest.raises(NotImplementedError, match=f"{config.model_type} takes no cache but its own: give it none"):
+        QAdACache(config=config)
 
 
 @pytest.mark.parametrize("bits", [16, 8])

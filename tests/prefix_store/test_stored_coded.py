@@ -68,6 +68,24 @@ def test_what_is_held_comes_back(store: PrefixStore, model: PreTrainedModel, bit
     assert torch.equal(generate(model, longer, got, tokens=5).sequences, wanted)
 
 
+def test_tokens_of_a_segment_that_a_crop_opened_are_not_kept(store: PrefixStore, model: PreTrainedModel) -> None:
+    """They are decoded. A cache that found them would code them again, and at every edit of a text once more."""
+    cache = store.cache(model, TEXT, **OPTIONS)
+    read(model, TEXT, cache)
+    cache.crop(1200 - 2100)
+    assert bulks(cache)[0].reopened[0]
+    edited = torch.cat([TEXT[:, :1200], prompt(660, seed=3)[0]], dim=1)
+    read(model, edited[:, 1200:1220], cache)
+    assert store.keep(cache, edited[:, :1220]) == 4 + 2 * 512  # sinks and two closed segments
+    assert another(store).cache(model, edited, **OPTIONS).get_seq_length() == 4 + 2 * 512
+    read(model, edited[:, 1220:], cache)
+    assert not bulks(cache)[0].reopened[0]
+    bulks(cache)[0].recoded[0] = frozenset({2})  # as if the new tokens had not fitted its old codes
+    assert store.keep(cache, edited) == 4 + 2 * 512
+    bulks(cache)[0].recoded[0] = frozenset()
+    assert store.keep(cache, edited) == edited.shape[1]
+
+
 def test_no_token_is_coded_again(store: PrefixStore, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     text = TEXT[:, :2100]
     cache = store.cache(model, text, **OPTIONS)
