@@ -2,6 +2,7 @@
 
     python -m eval.codes rungs --model FILE.gguf --out eval/results/rungs-qwen2.5-coder-0.5b.csv
     python -m eval.codes energies --model FILE.gguf --lengths 3072 --out eval/results/energies.csv
+    python -m eval.codes spreads --model FILE.gguf --lengths 3072 --out eval/results/spreads.csv
 
 Prose is read exactly, once. `rungs` then codes its keys and values, all but sinks and window, in every way, and feeds
 the tokens that follow to each with teacher forcing: KL divergence from full attention's next-token distributions, and
@@ -11,12 +12,17 @@ head's, scales and sketch included, `of_16_bits` these over the bytes of 16 bits
 `energies` codes the keys by query energies of several prompts. For the queries of the tokens that follow, estimated
 scores are compared with the true ones: the variance, over the tokens of the bulk, of what an estimate is off by, in
 squared nats; the mean over queries, heads and layers, and the mean of the layer where it is greatest.
+
+`spreads` scales the channels of keys, and those of queries by the inverse, by factors whose logarithms have each of the
+deviations `--spreads`. The model computes what it did. Caches with default options but for `bulk_bits` follow the text,
+token by token, compared as in `rungs`.
 """
 
 import argparse
 import sys
 from collections import defaultdict
 from itertools import islice
+from statistics import mean
 from typing import Any
 
 import torch
@@ -27,7 +33,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from eval.shared.deciding import compare, follow, format_with_error, make_exact_cache, prefill
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
 from eval.shared.peers import quantize
-from eval.shared.tables import growing_table, make_parser, report, to_count
+from eval.shared.scaled_keys import TYPES, follow_scaled
+from eval.shared.tables import growing_table, make_parser, report, to_amount, to_count
 from eval.shared.texts import Document, read_prose
 from eval.shared.ways import PROMPTS
 from qada_cache import KeyMoments
@@ -50,6 +57,7 @@ RUNGS = (
     *((SAME, bits) for bits in ("8", "6", "5", "4", "4 x 2", "3")),
     *((peer, peer) for peer in ("q8_0", "q8_0, rotated", "q4_0", "q4_0, rotated", "q4, 64")),
 )
+SPREADS = 0.0, 1.0, 1.5, 2.0
 ALIKE, OTHER, SAME_TEXT = "all channels alike", "other prose", "the same prose"
 Rung = tuple[str, str]
 Energies = dict[str, Tensor | None]  # query energies `[layers, kv_heads, dim]` by their source; None: all alike
@@ -218,13 +226,31 @@ def measure_energies(
     ]  # fmt: skip
 
 
+def measure_spreads(
+    options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int
+) -> list[dict[str, Any]]:
+    """A row for each spread and number of bits."""
+    documents = list(islice(read_prose(tokenizer, length=length, following=FOLLOWING), options.documents))
+    return [
+        {
+            "model": label(options.model), "length": length, "spread": f"{spread:g}", "bits": bits,
+            "kl": format_with_error([float(row["kl"]) for row in each], 4),
+            "top1": format_with_error([float(row["top1"]) for row in each], 3),
+            "read_share": f"{mean(row['read_share'] for row in each):.3f}", "documents": len(each),
+        }
+        for spread in options.spreads
+        for bits, each in follow_scaled(model, documents, spread).items()
+    ]  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure; returns the exit status."""
     parser = make_parser("codes", __doc__)
-    parts = parser.add_subparsers(required=True, metavar="rungs|energies")
+    parts = parser.add_subparsers(required=True, metavar="rungs|energies|spreads")
     for name, measure, documents, column, summary in (
         ("rungs", measure_rungs, 4, "of_16_bits", "what a bulk in few bits loses, read whole"),
         ("energies", measure_energies, 3, "energies", "whose queries may say how keys are coded"),
+        ("spreads", measure_spreads, 2, "spread", "what is lost where channels of keys and queries differ"),
     ):
         add = (part := parts.add_parser(name, help=summary)).add_argument
         add("--model", default=DEFAULT, help=HELP)
@@ -232,7 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
         add("--documents", type=to_count, default=documents, help="of each length (default: %(default)s)")
         add("--out", type=growing_table(column), required=True, help="CSV table, added to if it exists")
         part.set_defaults(measure=measure)
-    add("--bits", type=float, default=SKETCH_BITS, help="of a value, on average (default: %(default)s)")
+        if measure is measure_energies:
+            add("--bits", type=float, default=SKETCH_BITS, help="of a value, on average (default: %(default)s)")
+    add("--spreads", type=to_amount, nargs="+", default=SPREADS, help="deviations of logarithms (default: %(default)s)")
     options = parser.parse_args(arguments)
     if not MIN_BITS <= getattr(options, "bits", SKETCH_BITS) <= MAX_BITS:
         parser.error(f"--bits must be from {MIN_BITS} to {MAX_BITS}")
@@ -240,6 +268,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--lengths must be above {SINKS + WINDOW}")
     with check_loading(parser):
         model, tokenizer = load(options.model)
+    if options.measure is measure_spreads and model.config.model_type not in TYPES:
+        parser.error(f"--model: keys of {' and '.join(TYPES)} can be scaled, not those of {model.config.model_type}")
     for length in options.lengths:
         if len(list(islice(read_prose(tokenizer, length=length, following=FOLLOWING), 2))) < 2:
             parser.error(f"--lengths: the text has no two pieces of {length} tokens")

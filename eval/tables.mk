@@ -117,6 +117,10 @@ tables/energies.csv:
 	$(EVAL).codes energies $(OUT)
 	$(EVAL).codes energies --model $(QWEN) $(OUT)
 
+tables/spreads.csv:
+	$(EVAL).codes spreads $(OUT)
+	$(EVAL).codes spreads --model $(QWEN) --spreads 0 1.5 --documents 1 $(OUT)
+
 tables/demo.csv:  # before bulks had 8 bits by default
 	$(EVAL).demo $(OUT)
 

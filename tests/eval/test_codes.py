@@ -13,6 +13,7 @@ from sketch_reference import estimates
 from torch import Tensor
 
 from eval import codes
+from eval.shared import scaled_keys
 from eval.shared.tables import read
 from eval.shared.texts import Document
 from qada_cache.kernels.operands import Query
@@ -78,8 +79,10 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns are those of the committed tables; energies of the very text are no worse than none."""
     monkeypatch.setattr(codes, "RUNGS", (("16", "16"), ("4", "4")))
     monkeypatch.setattr(codes, "PROMPTS", ("random-tokens",))
-    for part, committed in (("rungs", "rungs-smollm2"), ("energies", "energies")):
+    monkeypatch.setattr(scaled_keys, "BULK_BITS", (8,))
+    for part, committed in (("rungs", "rungs-smollm2"), ("energies", "energies"), ("spreads", "spreads")):
         table, told = tmp_path / f"{part}.csv", ["--lengths", "1300", "--documents", "1"]
+        told += ["--spreads", "0.5"] if part == "spreads" else []
         assert codes.main([part, "--model", str(needle.FOLDER), *told, "--out", str(table)]) == 0
         assert list(read(table)[0]) == list(read(RESULTS / f"{committed}.csv")[0])
     rungs, energies = (read(tmp_path / f"{part}.csv") for part in ("rungs", "energies"))
@@ -87,3 +90,28 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {row["energies"]: float(row["mean_variance"]) for row in energies}
     assert list(found) == [codes.ALIKE, "random-tokens", codes.OTHER, codes.SAME_TEXT]
     assert 0 < found[codes.SAME_TEXT] <= found[codes.ALIKE]
+    (spread,) = read(tmp_path / "spreads.csv")
+    assert (spread["spread"], spread["bits"]) == ("0.5", "8")
+    assert float(spread["kl"].split()[0]) < 0.02
+    assert 0 < float(spread["read_share"]) < 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@torch.no_grad()
+def test_scaled_keys_leave_the_logits(family: str) -> None:
+    """Keys and queries are others, and all that is computed of them is the same."""
+    model, ids = tiny(family, dtype=torch.float64), torch.arange(40)[None]
+    attention = model.model.layers[1].self_attn
+    if attention.k_proj.bias is not None:
+        attention.k_proj.bias.copy_(torch.linspace(-1, 1, len(attention.k_proj.bias)))
+    before, logits = attention.k_proj.weight.clone(), model(ids).logits
+    scaled_keys.scale_keys(model, 1.5)
+    torch.testing.assert_close(model(ids).logits, logits, rtol=1e-9, atol=1e-9)
+    factors = (attention.k_proj.weight / before).log()
+    assert factors.std() > 1
+    torch.testing.assert_close(factors[:, :1].expand_as(factors), factors)
+
+
+def test_other_families_are_not_scaled() -> None:
+    with pytest.raises(ValueError, match="phi3 has no keys that are scaled here, only llama and qwen2 have"):
+        scaled_keys.scale_keys(tiny("phi3"), 1.0)
