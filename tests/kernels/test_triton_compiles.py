@@ -1,5 +1,6 @@
 """The decode kernels compile for CUDA, which needs no device, and for no more variants than they should."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from record_scene import RecordScene
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton", exc_type=ModuleNotFoundError)
 from qada_cache.kernels import triton as triton_decode
+from qada_cache.kernels.triton import launching
 
 RUN = """
 import runpy, sys
@@ -57,3 +59,22 @@ def test_nothing_is_compiled_anew_when_the_bulk_grows(
         triton_decode.fused_decode(*step_of(**scene.step_arguments("cpu", 0.5)))
     constants = {(name, repr(sorted(told.items()))) for name, told in launched}
     assert len(constants) == (3 if bits else 2)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_no_garbage_is_collected_while_kernels_compile_side_by_side(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Pythons whose threads break each other's syntax trees then; it is afterwards, if it was before."""
+    seen = []
+    kernel = launching.JITFunction.__new__(launching.JITFunction)
+    kernel.__dict__["warmup"] = lambda **_: seen.append(gc.isenabled())
+    monkeypatch.setattr(launching, "TREES_ARE_APART", apart)
+    for collecting in (True, False):
+        (gc.enable if collecting else gc.disable)()
+        try:
+            launching.compile_together([(launching.Launches(), kernel, (1, 1, 1), ())])
+            assert gc.isenabled() is collecting
+        finally:
+            gc.enable()
+    assert seen == [apart, False]

@@ -1,5 +1,9 @@
 """Launches of compiled kernels without Triton's own lookup, which takes the host longer than the launch."""
 
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -9,6 +13,10 @@ from triton import knobs
 from triton.runtime import JITFunction, driver
 
 from ..operands import Rows
+
+# Of older Pythons, a thread in which garbage is collected while it makes a syntax tree breaks other threads' trees
+# (SystemError: "AST constructor recursion depth mismatch", cpython's issue 106905).
+TREES_ARE_APART = sys.version_info >= (3, 12, 2) or (3, 11, 8) <= sys.version_info < (3, 12)
 
 
 class Launches:
@@ -45,9 +53,22 @@ def compile_together(launches: list[Launch]) -> None:
     new = [each for each in launches if isinstance(each[1], JITFunction)]  # the interpreter's are none
     if not new:
         return
-    with ThreadPoolExecutor(len(new)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    collects = contextlib.nullcontext() if TREES_ARE_APART else _without_collecting()
+    with collects, ThreadPoolExecutor(len(new)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for of_kernel, kernel, grid, args in new:  # the launch of one that cannot be compiled says why
             kernel.warmup(*args, grid=grid, **of_kernel.constants)
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Inside, no garbage is collected by itself, in any thread."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 def _is_hooked() -> bool:
