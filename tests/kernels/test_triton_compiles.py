@@ -65,7 +65,7 @@ def test_nothing_is_compiled_anew_when_the_bulk_grows(
 def test_no_garbage_is_collected_while_kernels_compile_side_by_side(
     apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Pythons whose threads break each other's syntax trees then; it is afterwards, if it was before."""
+    """Pythons whose threads break each other's syntax trees need this. It is collected afterwards, if it was before."""
     seen = []
     kernel = launching.JITFunction.__new__(launching.JITFunction)
     kernel.__dict__["warmup"] = lambda **_: seen.append(gc.isenabled())
