@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import shorten, wrap
 
-import torch
 import transformers
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
@@ -146,8 +145,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
     add("--dtype", choices=language_model.DTYPES, default="auto", help="(default: %(default)s)")
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", type=language_model.to_device, default=here, help="(default: %(default)s)")
+    language_model.add_device(parser)
     add("--document", type=Path, help="a text file to read instead of the Python language reference")
     add("--ask", action="append", default=[], metavar="QUESTION", help="ask this; may be given several times")
     add("--facts", action="store_true", help="plant facts and ask for them with --document or --ask as well")

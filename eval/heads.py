@@ -114,8 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--lengths", type=to_count, nargs="+", default=[4096], help="tokens (default: %(default)s)")
     add("--moments", nargs="+", choices=PROMPTS, default=["random-words", "single-word"], help="(default: %(default)s)")
     add("--limit", type=to_count, default=16, help="documents per task and length (default: %(default)s)")
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", type=language_model.to_device, default=here, help="(default: %(default)s)")
+    language_model.add_device(parser)
     add("--out", type=new_file, required=True, help="CSV table to write")
     options = parser.parse_args(arguments)
     with language_model.check_loading(parser):

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
-import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
@@ -242,8 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--limit", type=to_count, help="documents per task and length (default: all that the task has)")
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
     add("--dtype", choices=language_model.DTYPES, default="auto", help="(default: the model's own)")
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", type=language_model.to_device, default=here, help="(default: %(default)s)")
+    language_model.add_device(parser)
     add("--out", type=growing_table("group_rule"), required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     done, wanted = read_known(options.out), list_variants(options)

@@ -22,7 +22,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -44,7 +43,7 @@ from eval.shared.deciding import (
     split,
     summarize,
 )
-from eval.shared.language_model import DEFAULT, DTYPES, HELP, check_loading, label, load, to_device
+from eval.shared.language_model import DEFAULT, DTYPES, HELP, add_device, check_loading, label, load
 from eval.shared.lm_tasks import check_tasks, find_task_manager
 from eval.shared.peers import PEERS, Prefilled
 from eval.shared.sampled import read_as_gpus_do
@@ -245,8 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--sampled", action="store_true", help="with --prefill, as GPUs read them")
     add("--peers", action="store_true", help="other methods, to compare with: caches that evict, or of few bits")
     add("--dtype", choices=DTYPES, default="auto", help="(default: the model's own)")
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", type=to_device, default=here, help="(default: %(default)s)")
+    add_device(parser)
     add("--out", type=growing_table("kv_read"), required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     if min(options.lengths) <= NEAR:

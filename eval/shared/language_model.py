@@ -38,6 +38,12 @@ def to_device(text: str) -> str:
 to_device.__name__ = "device"  # which argparse names
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--device`."""
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=to_device, default=here, help="(default: %(default)s)")
+
+
 def find_source(name: str) -> dict[str, str]:
     """What `from_pretrained` takes for a model's name: `pretrained_model_name_or_path`, and `gguf_file` if it is one.
 

@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared import tables
 from eval.shared.graphed import GraphedStaticCache
-from eval.shared.language_model import check_loading, label, to_device
+from eval.shared.language_model import add_device, check_loading, label
 from eval.shared.workloads import MODEL_HELP, Work, load
 from qada_cache.process_memory import trim
 from qada_cache.versions import pass_cache
@@ -143,8 +143,7 @@ def add_options(parser: argparse.ArgumentParser) -> Callable[..., argparse.Actio
     add = parser.add_argument
     add("--model", default="llama-3.2-1b", help=f"{MODEL_HELP} (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", type=to_device, default=here, help="(default: %(default)s)")
+    add_device(parser)
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--out", type=tables.new_file, help="CSV table to write")
     return add

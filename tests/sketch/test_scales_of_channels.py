@@ -1,6 +1,8 @@
 """Only products of keys and queries count: keys that are larger in a channel, for queries that are smaller there by the
 same factor, have the same codes. Norms of keys and queries, as many models have them, make such channels."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from drawn import random
@@ -12,7 +14,8 @@ from qada_cache.sketch.codec import Sketch, estimate_scores
 from qada_cache.sketch.coded import RecordLayout, code_tokens, estimate_keys, find_query_weights
 
 DIM, LENGTH = 64, 1660
-POWERS = (0, 3, -2, 1, -3, 2, -1, 0) * 8  # of channels; those of 2 scale all numbers exactly
+# Of channels: all alike, and powers of two, which scale all numbers exactly.
+FACTORS = torch.ones(DIM), 2.0 ** torch.tensor((0, 3, -2, 1, -3, 2, -1, 0) * 8)
 
 
 def draw(factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,21 +27,18 @@ def draw(factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("quantize_segments", [codec.quantize_segments, quantizing.quantize_segments])
-def test_codes(quantize_segments: object) -> None:
+def test_codes(quantize_segments: Callable[..., dict[str, Tensor]]) -> None:
     layout, made = Layout.from_bits(DIM, 1.5), []
-    for factors in (torch.ones(DIM), 2.0 ** torch.tensor(POWERS)):
+    for factors in FACTORS:
         keys, energies, _ = draw(factors)
-        if quantize_segments is quantizing.quantize_segments:
-            made.append(quantize_segments(keys[None], energies[None], layout))
-        else:
-            made.append(quantize_segments(keys, energies, layout))
+        made.append(quantize_segments(keys[None], energies[None], layout))
     for name in ("codes", "scales", "units", "order", "mean_squares"):
         assert torch.equal(made[0][name], made[1][name]), name
 
 
 def test_scores() -> None:
     layout, scores = Layout.from_bits(DIM, 1.5), []
-    for factors in (torch.ones(DIM), 2.0 ** torch.tensor(POWERS)):
+    for factors in FACTORS:
         keys, energies, queries = draw(factors)
         sketch = Sketch.of(keys, random(1, LENGTH, 8, seed=6), energies, layout)
         scores.append(estimate_scores(queries, sketch.map(lambda part: part[0]), LENGTH, scaling=0.1))
@@ -47,7 +47,7 @@ def test_scores() -> None:
 
 def test_records() -> None:
     layout, records, made = Layout.from_bits(DIM, 1.5), RecordLayout(DIM, 8, 5, 6), []
-    for factors in (torch.ones(DIM), 2.0 ** torch.tensor(POWERS)):
+    for factors in FACTORS:
         keys, energies, _ = draw(factors)
         sketch = Sketch.of(keys, random(1, LENGTH, 8, seed=6), energies, layout)
         predicted = estimate_keys(sketch.to_tensors(), layout)

@@ -14,7 +14,7 @@ from triton.runtime import JITFunction, driver
 
 from ..operands import Rows
 
-# Of older Pythons, a thread in which garbage is collected while it makes a syntax tree breaks other threads' trees
+# In older Pythons, a thread in which garbage is collected while it makes a syntax tree breaks other threads' trees
 # (SystemError: "AST constructor recursion depth mismatch", cpython's issue 106905).
 TREES_ARE_APART = sys.version_info >= (3, 12, 2) or (3, 11, 8) <= sys.version_info < (3, 12)
 
