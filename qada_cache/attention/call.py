@@ -239,15 +239,19 @@ def _compute(asker: Asker, store: TokenStore, call: Call, asked: Query, config: 
 
 def _store(layer: QAdALayer, store: TokenStore, call: Call) -> None:
     """Store the tokens of a call after its last reader, unless `_compute` has appended them already."""
+    if not (call.long or call.exact):
+        return
+    if store.outgrows(call.key.shape[2]):
+        layer.drop_plans()  # they would keep the old buffers beside the new ones
     if call.long:
-        layer.drop_plans()
         store.bulk.expected = layer.shared.forward_pass.prompt_tokens
         store.absorb(*call.new, call.valid)
         if call.key.device.type == "cpu":
             trim_growth()
-    elif call.exact:  # a few tokens, perhaps drafts that are cropped again: cheap as long as they are not flushed
-        layer.drop_plans()
+    else:  # a few tokens, perhaps drafts that are cropped again: cheap as long as they are not flushed
         store.append(*call.new, call.valid)
+    for asker in layer.askers:
+        asker.drop_old_plans(store.version)
 
 
 def is_lending() -> bool:

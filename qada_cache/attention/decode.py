@@ -81,14 +81,21 @@ def list_moments(layer: Asker, store: TokenStore, rows: Rows) -> list[Moments]:
     frozen = own is not None and not store.update_moments and 0 in own.count
     if options.criterion != "gaussian" or not rows.decisions or frozen:
         return found
-    if options.other_moments is not None:
-        lookup = layer.keys_of, rows.row_moment_lengths, rows.device, layer.shared.model.shard
-        _, kv_heads, _, dim = store.near_keys.shape
-        pair = layer.kept_moments.get(options.other_moments, *lookup, (kv_heads, dim))
+    if (pair := find_other_moments(layer, store, rows.row_moment_lengths)) is not None:
         found.append((*pair, rows.log_tokens))
     if own is not None:
         found.append((*own.flat, rows.own_log_tokens))
     return found
+
+
+def find_other_moments(layer: Asker, store: TokenStore, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+    """Another prompt's moments by which single queries are decided for, as of `LayerMoments.get`, for rows whose bulks
+    have these rounded lengths; None if the options name none."""
+    moments, near = layer.options.other_moments, store.near_keys
+    if moments is None or layer.options.criterion != "gaussian":
+        return None
+    sizes = near.shape[1], near.shape[3]
+    return layer.kept_moments.get(moments, layer.keys_of, lengths, near.device, layer.shared.model.shard, sizes)
 
 
 def estimate_log_bulk(layer: Asker, store: TokenStore, query: Query, rows: Rows, plan: Plan) -> Tensor | None:

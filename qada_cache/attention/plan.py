@@ -76,9 +76,13 @@ def find_plan(layer: Asker, store: TokenStore, states: Tensor, *, by_kernel: boo
         operands = find_operands(layer, store, by_kernel=kernel is not None)
         return Plan(kind, version, kernel, operands, states.shape, find_storer(layer, store, states, kernel))
 
-    plan: Plan | None = layer.plan
+    # Steps keep their plan over turns, so that a graph of them stays valid.
+    name = "plan" if states.shape[2] == 1 else "turn_plan"
+    plan: Plan | None = getattr(layer, name)
     if plan is None or plan.kind != kind or plan.version != version:
-        plan = layer.plan = make()
+        layer.drop_old_plans(version)
+        plan = make()
+        setattr(layer, name, plan)
     elif CHECKS:
         _check_current(plan, make())
     return plan

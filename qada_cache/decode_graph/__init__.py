@@ -5,11 +5,11 @@ launches of one step of the decoder and starts them at once. Values that differ 
 addresses (`Places`). A replay reads them and writes those of the next step, so the host writes the new token alone.
 The host's own counts of a step are updated by `Step.advance`.
 
-A graph is valid as long as the tensors of all layers keep their addresses, so until the bulk grows. The first step
-after that is computed without a graph. The second is a rehearsal: it computes in the tensors of `Places`, so that
-nothing is built or allocated while the third is captured. A cache's first replays are compared with the model's own
-results, as a model may compute with numbers on the host, which a replay does not update. No graph holds steps that
-move tokens into the bulk, prompts, turns and other passes that `find_inputs` refuses.
+A graph is valid as long as the tensors of all layers keep their addresses, so until the bulk grows. Turns and flushes
+do not end it. The first step after its end is computed without a graph. The second is a rehearsal: it computes in the
+tensors of `Places`, so that nothing is built or allocated while the third is captured. A cache's first replays are
+compared with the model's own results, as a model may compute with numbers on the host, which a replay does not update.
+No graph holds flushes, which go before a step, prompts, turns and other passes that `find_inputs` refuses.
 """
 
 import logging
@@ -29,9 +29,10 @@ from ..state.layer import QAdALayer
 from ..storage.transfers import find_reader
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
+from .inputs import find_inputs
 from .lasting import Lasting, LayerStates, can_last
 from .model_state import ModelState
-from .step import Places, Step, find_inputs
+from .step import Places, Step
 
 logger = logging.getLogger(__name__)
 # The error of a replayed hidden state, relative to the norm of the computed one, may be the larger of these two.
@@ -93,7 +94,7 @@ class DecodeGraph:
         self._result: tuple[type, Tensor] | None = None  # the type of the decoder's output, and its last hidden state
         self._places: Places | None = None
         self._step: Step | None = None  # the last replayed one; None after a pass without the graph
-        self._facts: Any = None  # decoder, plans and lengths that the graph depends on, beside shapes
+        self._facts: Any = None  # decoder, plans, addresses of moments: what the graph depends on, beside shapes
         self._lasting: Lasting | None = None  # state of transformers' own layers
         self._model: ModelState | None = None  # the model's state when the graph was captured
         self._stream: Any = None  # the stream of the last replay
@@ -113,13 +114,17 @@ class DecodeGraph:
             return compute(**kwargs)
         if len(layers) < len(cache.layers):
             cache._begin_pass()  # the first called layer does so too, and a replay calls none
+        if step is not None and not step.stores[0].has_room:
+            _flush(step)
+            followed = False
         # Whether the last replay has written all that this one reads, but `inputs`.
-        prepared = step is not None and followed and step.takes(inputs) and not self._is_model_changed
+        same = step is not None and followed and step.keeps_moments and step.takes(inputs)
+        prepared = same and not self._is_model_changed
         if step is None or not prepared:
             step, self._step = Step(layers, inputs), None
             if step.numbers["decisions"] != step.stores[0].batch:
                 return compute(**kwargs)
-            facts = weakref.ref(decoder), step.plans, step.numbers["row_moment_lengths"]
+            facts = weakref.ref(decoder), step.plans, step.find_moments()
             fits = self._places is not None and self._places.fits(step)
             if self._places is None or not fits or facts != self._facts or not in_place or self._is_model_changed:
                 self.forget()
@@ -232,6 +237,14 @@ class DecodeGraph:
             warn_once(logger, message)
         else:
             logger.info(message)
+
+
+def _flush(step: Step) -> None:
+    """Flush all layers behind a replayed `step`, as they have no room for another token: no graph does this."""
+    step.shared.progress.changing = "a flush"
+    for store in step.stores:
+        store.flush_for(1)
+    step.shared.progress.changing = ""
 
 
 def _make_sums(step: Step) -> list[tuple[Tensor, Tensor]]:

@@ -1,31 +1,25 @@
-"""One decode step: whether a CUDA graph can hold it, and the values in which the next step differs from it."""
+"""One decode step, and the values in which the next step differs from it."""
 
 import contextlib
-import functools
-import inspect
 import weakref
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ..attention import forward as attention
+from ..attention.decode import find_other_moments
 from ..kernels.operands import Rows
 from ..key_moments.rotation import round_length
-from ..state import Shared
 from ..state.forward_pass import describe_rows
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
-from ..versions import CACHE_NAMES
-from .capturing import GRAPHS
 
-_INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "position_ids")  # of a decoder, that differ by step
 ALIGNMENT = 16  # bytes, of the tensors that `_pack` puts side by side
-_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # implementations that need no mask made on the host
-_EAGER = "eager"  # makes its mask on the host; a step of real tokens can do without, see `Step.use`
+EAGER = "eager"  # makes its mask on the host; a step of real tokens can do without, see `Step.use`
 # These change when a layer, or its store, gets or loses tokens.
 _LAYER_TOKENS = attrgetter("store", "seen", "padding", "incoming", "device")
 _STORE_TOKENS = attrgetter("end", "lengths")
@@ -90,7 +84,7 @@ class Step:
 
     def is_followed_by(self, layers: list[QAdALayer]) -> bool:
         """Whether the next step of `layers` differs from the last replayed one by its token alone: nothing else has
-        changed layers, options or config, and the bulk's length rounds to the same for another prompt's moments."""
+        changed layers, options or config."""
         if layers != self.layers or self._find_tokens() != self._tokens:
             return False
         in_stores, in_bulks, in_sketches = self._memory
@@ -98,12 +92,24 @@ class Step:
             return False
         if list(map(_SKETCH_TENSORS, self._sketches)) != in_sketches:
             return False
-        if self.shared.options is not self._options or vars(self.shared.model.config) != self._settings:
-            return False
+        return self.shared.options is self._options and vars(self.shared.model.config) == self._settings
+
+    @property
+    def keeps_moments(self) -> bool:
+        """Whether the bulks of the next step round to the lengths of the last replayed one, for another prompt's
+        moments."""
         store = self.stores[0]
         bulk_tokens = [length - store.sinks - store.window + 1 for length in dict.fromkeys(store.lengths)]
         rounded = {round_length(tokens) for tokens in bulk_tokens}
         return rounded == set(self.numbers["row_moment_lengths"])
+
+    def find_moments(self) -> list[int]:
+        """Bring another prompt's moments up to date, as computed steps do. Returns their tensors' addresses."""
+        pairs = [
+            find_other_moments(asker, store, self.numbers["row_moment_lengths"])
+            for asker, store in zip(self.askers, self._asked_stores, strict=True)
+        ]
+        return [part.data_ptr() for pair in pairs if pair is not None for part in pair]
 
     def takes(self, inputs: dict[str, Tensor]) -> bool:
         """Whether `inputs` have this step's names, shapes and dtypes."""
@@ -119,7 +125,7 @@ class Step:
         self.shared.forward_pass.given = places.find_rows(self.numbers)
         for store in self.stores:
             store.place = places.place
-        is_eager = self.shared.model.config._attn_implementation == _EAGER
+        is_eager = self.shared.model.config._attn_implementation == EAGER
         try:
             with attention.without_masks() if is_eager else contextlib.nullcontext():
                 yield
@@ -204,97 +210,3 @@ def _pack(parts: tuple[Tensor, ...]) -> Tensor:
 def _count_padding(part: Tensor) -> int:
     """Bytes behind a tensor, so that the next one is aligned: Triton compiles anew for an address that is not."""
     return -part.nbytes % ALIGNMENT
-
-
-@functools.cache
-def takes_positions(decoder: Any) -> bool:
-    """Whether this class's forward function takes `position_ids`. Without them the host counts, not a replay."""
-    return "position_ids" in inspect.signature(decoder.forward).parameters
-
-
-def find_inputs(
-    layers: list[Any], decoder: nn.Module, kwargs: dict[str, Any], *, followed: bool, sliding_tokens: int
-) -> dict[str, Tensor] | None:
-    """The decoder's inputs in `kwargs` if a graph can hold this step, else None. With `followed` (`is_followed_by`) a
-    graph held the step before. Windows of sliding layers hold a row's `sliding_tokens` newest, padding included."""
-    other = {name: value for name, value in kwargs.items() if value is not None and name not in CACHE_NAMES}
-    inputs = {name: other.pop(name) for name in _INPUTS if name in other}
-    mask, tokens = other.pop("attention_mask", None), inputs.get("input_ids", inputs.get("inputs_embeds"))
-    required = other.pop("use_cache", True), other.pop("return_dict", True)
-    other.pop("logits_to_keep", None)  # read by the language model's head, not by the decoder
-    if any(value is not False for value in other.values()) or not all(required) or tokens is None:
-        return None
-    if not takes_positions(type(decoder)):  # type: ignore[arg-type]  # a class is hashable
-        return None
-    first = layers[0] if layers else None
-    if not isinstance(first, QAdALayer) or first.store is None:
-        return None
-    store, device, shared = first.store, tokens.device, first.shared
-    # A step without room for its token flushes, and one without pending tokens before it may read a prompt's chunk.
-    has_room = store.window < store.end < min(store.capacity, store.near_keys.shape[2] - store.sinks)
-    if not has_room or tokens.shape[:2] != (store.batch, 1):
-        return None
-    if first.device != device or not (followed or _are_alike(layers)):
-        return None
-    if shared.progress.changing or shared.progress.reached < shared.model.layers[-1]:
-        return None  # a pass was interrupted: the layers will refuse this one
-    if device.type not in GRAPHS or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
-        return None
-    if decoder.training or shared.observer is not None or not (followed or _is_allowed(shared)):
-        return None
-    attention.check_switched_on(shared.model.config)
-    padded = first.padding.known.numel() > 0
-    if padded and first.padding.known.shape[1] > first.seen - sliding_tokens:
-        return None  # windows hold padding, which the mask that a replay leaves out would hide
-    if (mask is not None or padded) and not _shows_all(first, mask):
-        return None
-    if "position_ids" not in inputs and padded:  # a decoder may derive them from padding
-        return None
-    return inputs
-
-
-def _are_alike(layers: list[Any]) -> bool:
-    """Whether all layers hold tokens, with the newest in the same column, on one device, and none is in a pass."""
-    if any(not isinstance(layer, QAdALayer) or layer.store is None for layer in layers):
-        return False
-    first = layers[0]
-    return all(
-        layer.store.end == first.store.end and layer.incoming is None and layer.device == first.device
-        for layer in layers
-    )
-
-
-def _is_allowed(shared: Shared) -> bool:
-    """Whether a graph can hold what the options and the config ask for."""
-    options, config = shared.options, shared.model.config
-    if config.output_hidden_states or config.output_attentions:
-        return False
-    if config._attn_implementation not in (*_ATTENTION, _EAGER):
-        return False
-    frozen = options.tracks_moments and not options.update_moments  # the host reads the counts of frozen moments
-    return not frozen and not options.audit_every
-
-
-def _shows_all(layer: QAdALayer, mask: Any) -> bool:
-    """Whether `mask` shows each row's next token and hides only the known padding before it. Models that read images
-    give a dict of masks, by kind of layer. Looking at a mask waits for the device."""
-    if isinstance(mask, dict):
-        masks = [each for each in mask.values() if each is not None]
-        if not all(isinstance(each, Tensor) and _shows(layer, each) for each in masks):
-            return False
-        # A mask over a sliding window does not cover padding before the window.
-        return not layer.padding.known.numel() or any(each.shape[-1] == layer.seen + 1 for each in masks)
-    return isinstance(mask, Tensor) and mask.dim() == 2 and _shows(layer, mask)
-
-
-def _shows(layer: QAdALayer, mask: Tensor) -> bool:
-    padding, seen = layer.padding, layer.seen + 1
-    assert layer.store is not None
-    if mask.dim() == 2 and mask.shape != (layer.store.batch, seen):
-        return False
-    if mask.shape[-1] != seen:  # a mask over a sliding window
-        return mask.dim() == 4 and bool((mask if mask.dtype == torch.bool else mask == 0).all())
-    if not padding.known.numel() and mask.dim() == 2 and mask.all():
-        return True
-    call: dict[str, Any] = {"batch": layer.store.batch, "seen": seen, "queries": 1, "first": True}
-    return layer.shared.forward_pass.read_padding(padding, mask, **call)[1:] == (None, None)

@@ -6,18 +6,21 @@ from typing import Any
 import torch
 
 from ..models.sharding import HeadShard
+from ..replaying import REPLAYING
 from .running import Pair, flatten
 
 
 class LayerMoments:
     """One layer's copy of another prompt's moments, from step to step. For bulks of one length all caches share the
-    pair. Rows of several lengths have tensors of this layer alone; only rows whose length changed are written anew."""
+    pair, but on devices that replay steps. There, and for rows of several lengths, tensors are of this layer alone, and
+    only rows whose length changed are written anew."""
 
     def __init__(self) -> None:
         self._pair: Pair  # mean and covariance
         self._flat: Pair  # views of them
         self._key: Any = None  # what the pair was computed for: moments (weakly), device, lengths or their count
         self._lengths: tuple[int, ...] = ()
+        self._own = False  # whether they are this layer's alone
 
     def get(
         self,
@@ -33,13 +36,15 @@ class LayerMoments:
         last = self._key
         if last is not None and self._lengths == lengths and last[0]() is moments and last[1] == device:
             return self._flat
-        key = weakref.ref(moments), device, len(lengths) if len(lengths) > 1 else lengths
+        self._own = len(lengths) > 1 or device.type in REPLAYING
+        key = weakref.ref(moments), device, len(lengths) if self._own else lengths
         last, self._key = self._key, None  # after an error in between, the pair is computed anew
         if last != key:
-            self._pair, *more = moments.find_layer(layer, lengths, device, shard, sizes)
-            if more:
-                with torch.inference_mode(False):  # it may be written to outside inference mode
-                    means, covariances = zip(self._pair, *more, strict=True)
+            pairs = moments.find_layer(layer, lengths, device, shard, sizes)
+            self._pair = pairs[0]
+            if self._own:
+                with torch.inference_mode(False):  # they may be written to outside inference mode
+                    means, covariances = zip(*pairs, strict=True)
                     self._pair = torch.cat(means), torch.cat(covariances)
             self._flat = flatten(*self._pair)
         elif self._lengths != lengths:
@@ -54,7 +59,7 @@ class LayerMoments:
     @property
     def nbytes(self) -> int:
         """Bytes of the layer's own tensors."""
-        return sum(part.nbytes for part in self._pair) if len(self._lengths) > 1 else 0
+        return sum(part.nbytes for part in self._pair) if self._own else 0
 
     def __deepcopy__(self, memo: dict) -> "LayerMoments":
         return LayerMoments()  # a copy gets its pair from `moments` again

@@ -20,7 +20,17 @@ class Asker:
         """Drop what is known of earlier queries."""
         self.bound_module: Any = None  # weak reference to the attention module served
         self.counters, self.kept_moments = Counters(), LayerMoments()
-        self.plan: Any = None  # a `Plan` of attention/plan.py, of the last step
+        self.drop_plans()
+
+    def drop_plans(self) -> None:
+        """Drop the plans, `Plan` of attention/plan.py, as buffers of the storage may be replaced."""
+        self.plan: Any = None  # of the last step
+        self.turn_plan: Any = None  # of the last call with several tokens that heads decided for
+
+    def drop_old_plans(self, version: tuple[int, ...]) -> None:
+        """Drop the plans if one is of another version of the storage: it keeps buffers that were replaced."""
+        if any(plan is not None and plan.version != version for plan in (self.plan, self.turn_plan)):
+            self.drop_plans()
 
     @property
     def options(self) -> Options:

@@ -69,9 +69,9 @@ class QAdALayer(Asker, DynamicLayer):
         self.padding = NONE  # of these tokens; shared by the layers of a cache
 
     def drop_plans(self) -> None:
-        """Drop the plans of all askers, as buffers of the storage may be replaced."""
+        """As `Asker`, of all askers."""
         for asker in self.askers:
-            asker.plan = None
+            Asker.drop_plans(asker)
 
     @property
     def adaptive_tokens(self) -> int:

@@ -90,9 +90,7 @@ class TokenStore(NearTokens):
         """Add at most `window` recent tokens to every row; `valid` `[batch, tokens]` is None without padding. If not
         `write`, tokens without padding are only counted, and the caller has them written into their columns."""
         tokens = keys.shape[2]
-        if self.end + tokens > self.capacity:
-            groups = self._group_rows(self.lengths, self.flushed)
-            self._set_recent(groups, [self._flush(rows, self._view_recent(rows), exact=False) for rows in groups])
+        self.flush_for(tokens)
         if valid is None:
             self.reserve(self.end + tokens)
             self.end += tokens
@@ -102,6 +100,17 @@ class TokenStore(NearTokens):
             groups = self._list_rows()
             self._set_recent(groups, [self._extend(rows, (keys, values), valid) for rows in groups])
         self.lengthen(tokens, valid, exact=False)
+
+    def flush_for(self, tokens: int) -> None:
+        """Flush, if otherwise there is no room for `tokens` recent tokens more."""
+        if self.end + tokens > self.capacity:
+            groups = self._group_rows(self.lengths, self.flushed)
+            self._set_recent(groups, [self._flush(rows, self._view_recent(rows), exact=False) for rows in groups])
+
+    def outgrows(self, tokens: int) -> bool:
+        """Whether `absorb` of `tokens` tokens a row would move the bulk to larger buffers."""
+        bulk_tokens = max(self.lengths, default=0) + tokens - self.sinks - self.window
+        return self.bulk.count_stored(max(0, bulk_tokens)) > self.bulk.capacity
 
     def advance(self) -> None:
         """Count one more token of every row, which a replayed graph has put into its column."""

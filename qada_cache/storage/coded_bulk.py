@@ -32,6 +32,7 @@ class CodedBulk(Bulk):
 
     growth = 1 + 1 / 64  # spare capacity takes memory that records are to save
     sketched_beside = SEGMENT_TOKENS + LAST_TOKENS
+    count_stored = staticmethod(count_closed)
 
     def __init__(self, keys: Tensor, values: Tensor, *, layout: RecordLayout, **options: Any) -> None:
         """As `Bulk`; `layout` is that of records. Tokens may be appended once `sketch` is set."""
@@ -260,9 +261,7 @@ class CodedBulk(Bulk):
         self.recoded = other.recoded
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        ours = self.lengths
-        super()._set_lengths(lengths)
-        self.lengths = ours
+        self.stored = lengths  # and leave `lengths`, which count tokens beside `tensors` too
 
     def _predict(self, rows: slice, heads: slice, index: Tensor) -> Tensor:
         """The sketch's estimates of keys: float32 `[rows, heads, tokens, dim]`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..files.private_map import PrivateMap
+from ..replaying import REPLAYING
 from ..said_once import warn_once
 from . import pinned, transfers
 from .placement import Placement
@@ -21,9 +22,9 @@ GROWTH = 1.25  # a store has room for at most this multiple of its tokens when i
 # The same for an offloaded store: with its first tokens; and later, when it gets room for at least `PINNED_LEAST` times
 # its tokens, and at most for `PINNED_LEAST * PINNED_GROWTH` times. Its capacities are multiples of `PINNED_GRANULE`.
 PROMPT_GROWTH, PINNED_GROWTH, PINNED_LEAST, PINNED_GRANULE = 1.1, 1.5, 1.2, 64
-# Devices on which graphs replay steps. A graph ends when a buffer is replaced, so all layers grow at the same few
-# lengths. These double up to `GRANULES` granules; then they are multiples of that, or of about 1/32 of the tokens.
-REPLAYING, GRANULES = ("cuda",), 4
+# On devices of `REPLAYING` all layers grow at the same few lengths. These double up to `GRANULES` granules; then they
+# are multiples of that, or of about 1/32 of the tokens.
+GRANULES = 4
 GOLDEN = 0.618034  # multiples of it, modulo 1, are spread evenly over [0, 1), however many there are
 
 
@@ -108,6 +109,10 @@ class RowTensors(Versioned):
         if self.offloaded or not self.offloading or not capacity:
             return self.offloaded
         return not self.placement.has_room(self, rows * capacity * self.row_token_bytes)
+
+    def count_stored(self, length: int) -> int:
+        """How many of a row's `length` tokens `tensors` hold."""
+        return length
 
     def clip_stored(self, row: int, start: int, stop: int) -> slice:
         """The part of a row's tokens `start..stop` that `tensors` hold."""

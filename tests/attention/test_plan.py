@@ -1,6 +1,7 @@
 """A plan, from which steps are computed, is made once, and anew when storage has another version."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,7 @@ def vars_of(kind: type) -> dict[str, Any]:
 
 @torch.inference_mode()
 def test_plans_are_kept_from_token_to_token() -> None:
-    """A layer keeps its plan; its copy, and a fork with other options, begin without one."""
+    """A layer keeps its plan, over turns too; its copy, and a fork with other options, begin without one."""
     model, cache, ids = fill()
     layer = cache.layers[0]
     kept = layer.plan
@@ -87,8 +88,24 @@ def test_plans_are_kept_from_token_to_token() -> None:
     assert layer.plan is kept is not None
     assert copy.deepcopy(cache).layers[0].plan is None
     assert cache.fork(threshold=0.5).layers[0].plan is None
+    for tokens in (2, 130):
+        model(ids[:, :tokens], **pass_cache(cache))
+        assert layer.plan is kept
+    assert layer.turn_plan is not None
+
+
+@torch.inference_mode()
+def test_plans_do_not_keep_what_was_replaced() -> None:
+    """A bulk that has moved to a larger buffer is freed, whatever calls came before."""
+    model, cache, ids = fill(bulk_bits=16)
+    layer = cache.layers[0]
     model(ids[:, :2], **pass_cache(cache))
-    assert layer.plan is not kept
+    assert None not in (layer.plan, layer.turn_plan)
+    capacity = layer.store.bulk.capacity
+    while layer.store.bulk.capacity == capacity:
+        old = [weakref.ref(tensor) for tensor in layer.store.bulk.tensors]
+        model(ids[:, :1], **pass_cache(cache))
+    assert [each() for each in old] == [None, None]
 
 
 @torch.inference_mode()

@@ -25,6 +25,8 @@ from qada_cache import QAdACache, restore_attention, storage
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.decode_graph.step import Places, Step
 from qada_cache.kernels import choice, cpu
+from qada_cache.key_moments import of_layer
+from qada_cache.storage import row_tensors
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -168,6 +170,33 @@ def test_a_replay_prepares_the_next_step(
             prepared += 1
     assert prepared > 8
     assert len(written) < RecordedGraph.replays - 6
+
+
+@pytest.mark.parametrize("moments", ["current", "current+random-tokens"])
+@pytest.mark.parametrize("bits", [16, 8])
+@torch.inference_mode()
+def test_turns_and_flushes_leave_a_graph_as_it_is(
+    bits: int, moments: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind both the next token is a replay, as long as the bulk has room. So it is where another prompt's moments are
+    those for more tokens: in place of those for 64 come those for 128."""
+    monkeypatch.setattr(row_tensors, "REPLAYING", (device,))
+    monkeypatch.setattr(of_layer, "REPLAYING", (device,))
+    model, outputs, computed = tiny().to(device), [], []
+    ids = prompt(200)[0].to(device)
+    model.model.norm.register_forward_hook(lambda *_: computed.append(1))
+    for on in (False, True):
+        cache = make(model, token_threshold=0.0, bulk_bits=bits, moments=moments, cuda_graph=on)
+        logits, at = [model(ids[:, :60], **pass_cache(cache)).logits], 60
+        for tokens in (*[1] * 6, 3, *[1] * 22, 12, *[1] * 4, 20, *[1] * 4):
+            if at == 66:
+                computed.clear()
+            logits.append(model(ids[:, at : at + tokens], **pass_cache(cache)).logits)
+            at += tokens
+        outputs.append(torch.cat(logits, dim=1))
+    assert RecordedGraph.replays >= 32
+    assert len(computed) == 3  # the turns
+    assert torch.allclose(*outputs, atol=1e-5)
 
 
 @torch.inference_mode()
