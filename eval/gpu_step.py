@@ -4,10 +4,12 @@
 
 A model by its sizes, random weights and contexts, every head of ours reads 5% of its tokens; one token is decoded again
 and again. "ideal dense" is what a well-made engine does: keys and values preallocated, torch's own attention, the whole
-step in one CUDA graph. `ms` is the median of a step's wall time, `kernels_ms` the sum of its kernels, so what is left
-is time in which the device waits for the host. `local_us`, `estimate_us`, `selected_us` are our kernels' times a layer,
-`attention_us` is torch's of the dense cache; `bytes_us` is what a layer's bytes take at the rate of a copy on the
-device, and over the bus if they come from the host. Rows are printed as they are found, small sizes first.
+step in one CUDA graph. `ms` is the median of a step's wall time, and `mean_ms` the mean, of ours with a flush and what
+follows from it. `kernels_ms` is the sum of a step's kernels, so what is left is time in which the device waits for the
+host. `local_us`, `estimate_us`, `selected_us` are our kernels' times a layer, `attention_us` is torch's of the dense
+cache; `bytes_us` is what a layer's bytes take at the rate of a copy on the device, and over the bus if they come from
+the host. All times are measured before the first profile: torch's profiler makes every later launch of a graph slower,
+by a millisecond on an H200.
 """
 
 import collections
@@ -35,7 +37,8 @@ from qada_cache.decode_graph.capturing import CudaGraph
 DENSE = ("no context", "ideal dense")
 PEERS = (*DENSE, "StaticCache, CUDA graph", "DynamicCache")
 KERNELS = {"local_us": "local_kernel", "estimate_us": "estimate_kernel", "selected_us": "selected_kernel"}
-WARM_UP, STEPS, PROFILED = 6, 12, 3
+WARM_UP, STEPS, PROFILED = 10, 20, 3
+OUR_STEPS = 140  # a flush is among them
 FEW = 16  # tokens, in place of a context
 IDEAL = "ideal_dense"
 _held: dict[int, tuple[Tensor, Tensor]] = {}  # of the ideal dense cache, by layer
@@ -74,7 +77,7 @@ def hold_densely(work: Work, tokens: int) -> Callable[[], Any]:
 
 def list_steps(work: Work, theta: float, asked: list[str]) -> Iterator[tuple[str, Callable[[], Any], Any]]:
     """Caches by name, a step of each, and the cache, if it is one of transformers'."""
-    model, room = work.model, work.tokens + WARM_UP + STEPS + PROFILED + 8
+    model, room = work.model, work.tokens + WARM_UP + STEPS + 8
     for name in [name for name in (*PEERS, *PLACES) if name in asked]:
         restore_attention(model)
         own = model.config._attn_implementation
@@ -98,10 +101,10 @@ def list_steps(work: Work, theta: float, asked: list[str]) -> Iterator[tuple[str
         torch.cuda.empty_cache()
 
 
-def time_steps(step: Callable[[], Any], device: torch.device) -> list[float]:
-    """Milliseconds of steps, after some that are not timed."""
+def time_steps(step: Callable[[], Any], device: torch.device, steps: int) -> list[float]:
+    """Milliseconds of `steps` steps, after some that are not timed."""
     found = []
-    for index in range(WARM_UP + STEPS):
+    for index in range(WARM_UP + steps):
         wait(device)
         begin = time.perf_counter()
         step()
@@ -127,17 +130,28 @@ def profile(step: Callable[[], Any]) -> tuple[float, collections.Counter[str]]:
     return sum(spent.values()) / 1e3, spent
 
 
-def measure(work: Work, asked: list[str], theta: float, speeds: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """A row for each cache; `theta` is what `find_token_threshold` says."""
-    device, layers = work.model.device, len(work.states)
-    dense_bytes = sum(keys.nbytes + values.nbytes for keys, values in work.states)
+def measure_times(work: Work, asked: list[str], theta: float) -> Iterator[dict[str, Any]]:
+    """A row of wall times for each cache; `theta` is what `find_token_threshold` says."""
     for name, step, cache in list_steps(work, theta, asked):
-        took = time_steps(step, device)
-        before = cache.stats() if isinstance(cache, QAdACache) else None
-        kernels_ms, spent = profile(step)
+        took = time_steps(step, work.model.device, OUR_STEPS if isinstance(cache, QAdACache) else STEPS)
         row: dict[str, Any] = {"cache": name, "tokens": work.tokens, "batch": work.batch}
         row |= {"ms": f"{statistics.median(took):.2f}", "least_ms": f"{min(took):.2f}"}
-        row["kernels_ms"] = f"{kernels_ms:.2f}"
+        yield row | {"mean_ms": f"{statistics.mean(took):.2f}"}
+
+
+def measure_kernels(
+    work: Work, asked: list[str], theta: float, speeds: dict[str, float]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each cache's name, and what its row says of a step's kernels."""
+    layers = len(work.states)
+    dense_bytes = sum(keys.nbytes + values.nbytes for keys, values in work.states)
+    for name, step, cache in list_steps(work, theta, asked):
+        for _ in range(WARM_UP):
+            step()
+        wait(work.model.device)
+        before = cache.stats() if isinstance(cache, QAdACache) else None
+        kernels_ms, spent = profile(step)
+        row = {"kernels_ms": f"{kernels_ms:.2f}"}
         for column, kernel in KERNELS.items():
             row[column] = f"{spent[kernel] / layers:.1f}" if spent[kernel] else ""
         flash = sum(us for kernel, us in spent.items() if any(part in kernel for part in ("flash", "fmha", "sdpa")))
@@ -149,7 +163,14 @@ def measure(work: Work, asked: list[str], theta: float, speeds: dict[str, float]
             sketch = (after.sketch_read_bytes - before.sketch_read_bytes) / PROFILED / layers
             at = speeds["bus"] if name.startswith("host") else speeds["copy"]
             row["bytes_us"] = f"{1e6 * (bulk / at + sketch / speeds['copy']):.1f}"
-        yield row
+        yield name, row
+
+
+def make_work(model: Any, tokens: int, batch: int, seed: int) -> tuple[Work, Work]:
+    """Random contexts: of one row, and that row `batch` times."""
+    work = make_random_work(model, tokens=tokens, batch=1, steps=1, warm_up=0, seed=seed)
+    states = [(keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1)) for keys, values in work.states]
+    return work, Work(model, states, work.inputs.expand(batch, -1), 0, read=False, seed=seed)
 
 
 def measure_copies(device: torch.device) -> dict[str, float]:
@@ -176,18 +197,25 @@ def main(arguments: list[str] | None = None) -> int:
     model, _, _ = load_model(parser, options, tokens=max(options.tokens)[0])
     speeds = measure_copies(model.device)
     told = {f"{name}_gb_per_s": f"{speed / 1e9:.0f}" for name, speed in speeds.items()}
-    rows = []
+    rows: dict[tuple[str, int, int], dict[str, Any]] = {}
+    thetas: dict[tuple[int, int], float] = {}
     for tokens, batch in options.tokens:
-        work = make_random_work(model, tokens=tokens, batch=1, steps=1, warm_up=0, seed=options.seed)
-        theta = find_token_threshold(work, TOKEN_SHARE) if set(options.caches) & set(PLACES) else 0.0  # by one row
-        states = [(keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1)) for keys, values in work.states]
-        work = Work(model, states, work.inputs.expand(batch, -1), 0, read=False, seed=options.seed)
-        for row in measure(work, options.caches, theta, speeds):
-            print(" ".join(f"{key} {value}" for key, value in row.items() if value), flush=True)
-            rows.append(row)
-        del work, states
+        one, work = make_work(model, tokens, batch, options.seed)
+        asks = set(options.caches) & set(PLACES)
+        thetas[tokens, batch] = find_token_threshold(one, TOKEN_SHARE) if asks else 0.0
+        for row in measure_times(work, options.caches, thetas[tokens, batch]):
+            print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            rows[row["cache"], tokens, batch] = row
+        del one, work
         gc.collect()
-        report(options, rows, **told)  # a run may be cut off in the next length
+    for tokens, batch in options.tokens:
+        _, work = make_work(model, tokens, batch, options.seed)
+        for name, found in measure_kernels(work, options.caches, thetas[tokens, batch], speeds):
+            print(name, tokens, batch, " ".join(f"{key} {value}" for key, value in found.items() if value), flush=True)
+            rows[name, tokens, batch] |= found
+        del work
+        gc.collect()
+    report(options, list(rows.values()), **told)
     return 0
 
 

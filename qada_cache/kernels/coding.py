@@ -13,7 +13,7 @@ from ..sketch import LAST_TOKENS, SEGMENT_TOKENS, Layout
 from ..sketch.codec import Sketch, average_channels, list_fields, quantize_segments, round_slopes
 from ..sketch.coded import RUNGS, RecordLayout, code_tokens, decode_keys, decode_values, estimate_keys, fit_records
 from .choice import AUTO_DEVICES, explain_unsupported
-from .reference import find_fault
+from .reference import CompileAhead, find_fault
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +52,27 @@ def _find_coder(device: torch.device, dtype: torch.dtype, layout: Layout, value_
     from .triton.coding import code_segments
     from .triton.decoding import decode_tokens
     from .triton.deriving import derive
+    from .triton.launching import compile_ahead
     from .triton.recording import code_records
 
     coder = Coder(code_segments, derive, code_records, decode_tokens)
-    if (fault := find_coding_fault(coder, device, dtype, layout, value_dim, plain)) is None:
+    if (fault := find_coding_fault(coder, device, dtype, layout, value_dim, plain, compile_ahead)) is None:
         return coder
     warn_once(logger, f"keys are coded on {device} by torch's operations, not by Triton's kernels: {fault}")
     return None
 
 
 def find_coding_fault(
-    coder: Coder, device: torch.device, dtype: torch.dtype, layout: Layout, value_dim: int, plain: bool
+    coder: Coder,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout,
+    value_dim: int,
+    plain: bool,
+    compile_ahead: CompileAhead | None = None,
 ) -> str | None:
-    """The fault of a coder on this device, as `reference.find_fault` says it. It codes two segments of random tokens.
-    Other arguments are as for `choose_coder`."""
+    """The fault of a coder on this device, as `reference.find_fault` says it, which has `compile_ahead`. It codes two
+    segments of random tokens. Other arguments are as for `choose_coder`."""
     generator, tokens = torch.Generator("cpu").manual_seed(0), SEGMENT_TOKENS + LAST_TOKENS + 5  # two segments
     keys, spread = (
         torch.randn(*shape, layout.dim, generator=generator, dtype=torch.float32, device="cpu")
@@ -111,7 +118,7 @@ def find_coding_fault(
             tensors["keys"], tensors["values"] = coder.decode(*operands, (keys, values), first=0, segments=2)
         return _reduce_to_compared({name: tensors[name].cpu() for name in expected}, expected)
 
-    return find_fault(compute, _reduce_to_compared(expected, expected))
+    return find_fault(compute, _reduce_to_compared(expected, expected), compile_ahead=compile_ahead)
 
 
 def _reduce_to_compared(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..said_once import warn_once
 from .choice import AUTO_DEVICES, explain_unsupported
-from .reference import find_fault
+from .reference import CompileAhead, find_fault
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +49,17 @@ def _agrees(device: torch.device) -> bool:
     if explain_unsupported(like, like, like, None) is not None:
         return False  # decoding tokens needs the same, and warns of it
     from .triton.copying import copy_tokens
+    from .triton.launching import compile_ahead
 
-    if (fault := find_copying_fault(copy_tokens, device)) is None:
+    if (fault := find_copying_fault(copy_tokens, device, compile_ahead)) is None:
         return True
     warn_once(logger, f"tokens are copied on {device} by torch's operations, not by Triton's kernel: {fault}")
     return False
 
 
-def find_copying_fault(copier: Copier, device: torch.device) -> str | None:
-    """The fault of a copier on this device, as `reference.find_fault` says it. It copies random tokens to the host and
-    back."""
+def find_copying_fault(copier: Copier, device: torch.device, compile_ahead: CompileAhead | None = None) -> str | None:
+    """The fault of a copier on this device, as `reference.find_fault` says it, which has `compile_ahead`. It copies
+    random tokens to the host and back."""
     generator = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randn(2, 70, 3, 8, generator=generator, dtype=torch.float32, device="cpu").transpose(1, 2)
     expected = torch.zeros(2, 3, 100, 8, dtype=torch.float32, device="cpu")
@@ -74,4 +75,4 @@ def find_copying_fault(copier: Copier, device: torch.device) -> str | None:
         copied = copy.cpu()  # it also waits until the kernel has written `host`
         return host.clone(), copied
 
-    return find_fault(compute, (expected, tokens))
+    return find_fault(compute, (expected, tokens), compile_ahead=compile_ahead)

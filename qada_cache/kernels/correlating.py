@@ -11,7 +11,7 @@ from torch import Tensor
 from ..said_once import warn_once
 from .choice import AUTO_DEVICES, MAX_DIM, explain_unsupported
 from .cpu.correlating import take_in_compiled, takes_tokens
-from .reference import find_fault
+from .reference import CompileAhead, find_fault
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +72,23 @@ def _find_kernel(
     if any(explain_unsupported(each, each, each, None) is not None for each in like):
         return None  # decoding tokens needs the same, and warns of it
     from .triton.correlating import take_in as take_in_by_triton
+    from .triton.launching import compile_ahead
 
-    if (fault := find_correlating_fault(take_in_by_triton, device, dtypes, dims)) is None:
+    if (fault := find_correlating_fault(take_in_by_triton, device, dtypes, dims, compile_ahead)) is None:
         return take_in_by_triton
     warn_once(logger, f"covariances are computed on {device} by torch's operations, not by Triton's kernels: {fault}")
     return None
 
 
 def find_correlating_fault(
-    kernel: Callable, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], dims: tuple[int, int]
+    kernel: Callable,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    dims: tuple[int, int],
+    compile_ahead: CompileAhead | None = None,
 ) -> str | None:
-    """The fault of `kernel`, a `take_in`, on this device, as `reference.find_fault` says it. It is tried on random
-    tokens: on keys alone, and on values with keys."""
+    """The fault of `kernel`, a `take_in`, on this device, as `reference.find_fault` says it, which has `compile_ahead`.
+    It is tried on random tokens: on keys alone, and on values with keys."""
     generator = torch.Generator("cpu").manual_seed(0)
     left, right = (
         (torch.randn(ROWS, HEADS, sum(TOKENS), dim, generator=generator, dtype=torch.float32, device="cpu") + 3).to(
@@ -106,4 +111,5 @@ def find_correlating_fault(
             count += new_keys.shape[2]
         return tuple(part.cpu() for part in (*means, *covariances))
 
-    return find_fault(lambda: compute(kernel, device), compute(take_in_by_torch, torch.device("cpu")))
+    expected = compute(take_in_by_torch, torch.device("cpu"))
+    return find_fault(lambda: compute(kernel, device), expected, compile_ahead=compile_ahead)

@@ -10,6 +10,7 @@ from ..criterion import soft_cap
 
 # Of what is averaged: a few roundings of a softmax average, far below the change by a missing part.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+CompileAhead = Callable[[Callable[[], object]], None]  # `triton.launching.compile_ahead`
 
 
 def partial_attention(
@@ -65,15 +66,21 @@ def suspend_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def find_fault(
-    compute: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...], *, size: float = 1.0
+    compute: Callable[[], tuple[Tensor, ...]],
+    expected: tuple[Tensor, ...],
+    *,
+    size: float = 1.0,
+    compile_ahead: CompileAhead | None = None,
 ) -> str | None:
     """A kernel's fault, in words for a warning; None without one. OutOfMemoryError, if `compute` raises it.
 
-    `compute` has it compute, and returns the results on the host. Floating values have to be within `TOLERANCE` of the
-    `expected` ones' dtype, relative to them and to the `size` of what is averaged; others equal, and shapes and dtypes
-    the same.
+    `compute` has it compute, and returns the results on the host; `compile_ahead`, if given, is called with it first.
+    Floating values have to be within `TOLERANCE` of the `expected` ones' dtype, relative to them and to the `size` of
+    what is averaged; others equal, and shapes and dtypes the same.
     """
     try:
+        if compile_ahead is not None:
+            compile_ahead(compute)
         found = compute()
     except torch.OutOfMemoryError:  # which says nothing of the kernel
         raise

@@ -18,11 +18,12 @@ from torch import Tensor
 from ..files import tensor_file
 from ..models.sharding import UNSHARDED, HeadShard
 from . import collecting
-from .rotation import ROPE_SETTINGS, Rotation, find_rotation_at
+from .rotation import CPU, ROPE_SETTINGS, Rotation, find_rotation_at
 
 KIND = "qada-moments"
 HUB = "hf://"
 HUB_FILE = "moments.safetensors"
+FLOAT64 = ("cpu", "cuda")  # devices that have it, and so average moments over positions themselves
 _HEADER = ("lengths", "model_type", "prompt", "tokens", "sink_tokens", "rope", "origin")  # unchanged in a file
 _KINDS = dict(zip(_HEADER, (list, str, str, int, int, dict, dict), strict=True)) | {
     "frequencies": list,
@@ -131,14 +132,16 @@ class KeyMoments:
         layers = [self._find_layer_at(layer, length) for layer in range(self.mean.shape[1])]
         return torch.stack([mean for mean, _ in layers]), torch.stack([covariance for _, covariance in layers])
 
-    def _find_layer_at(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+    def _find_layer_at(self, layer: int, length: int, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
+        """As `at`, of one layer, on `device` if there are rotations."""
         if length < 1:
             raise ValueError(f"moments are of a bulk of at least 1 token, got length {length}")
         if not self.rotations:
             index = max(0, bisect_right(self.lengths, length) - 1)
             return self.mean[index, layer].cpu().double(), self.covariance[index, layer].cpu().double()
         rotation = find_rotation_at(self.rotations[layer], self.rope, layer, length)
-        return rotation.average(self.mean[0, layer], self.covariance[0, layer], first=self.sink_tokens, length=length)
+        moments = self.mean[0, layer], self.covariance[0, layer]
+        return rotation.average(*moments, first=self.sink_tokens, length=length, device=device)
 
     def find_layer(
         self,
@@ -161,7 +164,8 @@ class KeyMoments:
                 mean, covariance = map(self._placed.get, keys)
                 if mean is None or covariance is None:
                     heads, *dims = map(slice, (*sizes, sizes[1]))
-                    whole = zip(self._find_layer_at(layer, length), ((heads, *dims[:1]), (heads, *dims)), strict=True)
+                    found = self._find_layer_at(layer, length, device if device.type in FLOAT64 else CPU)
+                    whole = zip(found, ((heads, *dims[:1]), (heads, *dims)), strict=True)
                     parts = (shard.take_own(moment)[part].float() for moment, part in whole)
                     mean, covariance = (moment.to(device).contiguous().unsqueeze(0) for moment in parts)
                     self._placed.update(zip(keys, (mean, covariance), strict=True))

@@ -27,6 +27,7 @@ PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong l
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
 _ROPE_SIZES = ("max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim")
 ROPE_SETTINGS = frozenset({*_ROPE_SIZES, "rope_parameters", "layer_types"})  # all names of `read_rope_settings`
+CPU = torch.device("cpu")
 LOCAL_TOKENS = 128  # tokens of a sequence outside its bulk: sinks and window at their defaults
 
 
@@ -68,19 +69,27 @@ class Rotation:
         angle = positions.cpu().double()[:, None] * frequency
         return keys * angle.cos().to(keys) + keys[..., partner.to(keys.device)] * angle.sin().to(keys)
 
-    def average(self, mean: Tensor, covariance: Tensor, *, first: int, length: int) -> tuple[Tensor, Tensor]:
+    def average(
+        self, mean: Tensor, covariance: Tensor, *, first: int, length: int, device: torch.device = CPU
+    ) -> tuple[Tensor, Tensor]:
         """Moments of keys at every position of `first .. first + length - 1`, each key at each position, float64 on
-        the CPU; from their mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0."""
-        _, partner = self.by_dim
-        places, *tables = _find_means(self, first, length)
-        cos, sin, cos_cos, cos_sin, sin_sin = (table[(places[:, None], places)[-table.dim() :]] for table in tables)
-        mean = mean.cpu().double()
-        second = covariance.cpu().double() + mean[..., :, None] * mean[..., None, :]
+        `device`; from their mean `[..., dim]` and population covariance `[..., dim, dim]` at position 0."""
+        partner, cos, sin, cos_cos, cos_sin, sin_sin = _find_tables(self, first, length, device)
+        mean = mean.to(device).double()
+        second = covariance.to(device).double() + mean[..., :, None] * mean[..., None, :]
         columns = second[..., partner]
         rotated = cos_cos * second + cos_sin * columns + (cos_sin * columns).transpose(-1, -2)
         rotated += sin_sin * columns[..., partner, :]
         mean = cos * mean + sin * mean[..., partner]
         return mean, rotated - mean[..., :, None] * mean[..., None, :]
+
+
+@lru_cache(maxsize=2)  # layers ask for the same ones, one after the other
+def _find_tables(rotation: Rotation, first: int, length: int, device: torch.device) -> tuple[Tensor, ...]:
+    """For each dim its partner, and the means of `_find_means`, of dims `[dim]` and of every two `[dim, dim]`."""
+    places, *tables = _find_means(rotation, first, length)
+    by_dim = (table[(places[:, None], places)[-table.dim() :]] for table in tables)
+    return tuple(table.to(device) for table in (rotation.by_dim[1], *by_dim))
 
 
 @lru_cache(maxsize=64)

@@ -99,6 +99,7 @@ class RowTensors(Versioned):
             needed = max(tokens if first else math.ceil(PINNED_LEAST * tokens), self.expected)
         if self.device.type in REPLAYING:
             step = self._find_granule(needed)
+            needed += step // 2  # or an answer might end the graph, and wait for memory to be pinned
         share = self._growth_share
         growths = math.ceil(math.log(needed / GRANULE, growth) - share) + share
         return max(math.floor(growth**growths * GRANULE / step) * step, -(-needed // step) * step, GRANULE)

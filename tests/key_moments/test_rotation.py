@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from reference import key_moments, rotary_matrix
+from stand_in import GPU
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -71,6 +72,18 @@ def test_average_equals_brute_force(scheme: str, dim: int, layout: str, length: 
         for ours, theirs in zip(found, brute_force(keys, rotation, first, length), strict=True):
             assert ours.dtype == torch.float64
             assert float((ours - theirs).abs().max()) < 1e-11
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+def test_average_on_a_device(device: str) -> None:
+    rotation = Rotation(8, frequencies(next(iter(SCHEMES))))
+    mean, covariance = torch.randn(3, 8), torch.randn(3, 8, 8)
+    here, there = (
+        rotation.average(mean, covariance, first=16, length=1001, device=torch.device(each)) for each in ("cpu", device)
+    )
+    for ours, theirs in zip(there, here, strict=True):
+        assert ours.device.type == device
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_average_without_rotation_and_with_whole_turns() -> None:

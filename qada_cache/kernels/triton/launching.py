@@ -3,7 +3,8 @@
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,6 +20,15 @@ from ..operands import Rows
 TREES_ARE_APART = sys.version_info >= (3, 12, 2) or (3, 11, 8) <= sys.version_info < (3, 12)
 
 
+class _DryRun(threading.local):
+    """What this thread would have launched, while it launches nothing."""
+
+    launches: "list[Launch] | None" = None
+
+
+_dry_run = _DryRun()
+
+
 class Launches:
     """The launches of one kernel with its compile-time constants. A later step of the same variant calls the compiled
     kernel directly: Triton's own lookup takes longer than all else that the host does."""
@@ -30,6 +40,9 @@ class Launches:
     def launch(self, kernel: Any, grid: tuple[int, int, int], variant: tuple[Any, ...], *args: Any) -> None:
         """Launch `kernel`. `variant` has all properties of `args` that may differ from step to step, and for which
         Triton compiles anew."""
+        if _dry_run.launches is not None:
+            _dry_run.launches.append((self, kernel, grid, args))
+            return
         if (found := self._compiled.get(variant)) is None:
             if (compiled := kernel[grid](*args, **self.constants)) is not None:  # the interpreter compiles nothing
                 self._compiled[variant] = compiled, [self.constants[name] for name in kernel.arg_names[len(args) :]]
@@ -48,8 +61,21 @@ class Launches:
 Launch = tuple[Launches, Any, tuple[int, int, int], tuple[Any, ...]]
 
 
+def compile_ahead(work: Callable[[], object]) -> None:
+    """Compile the kernels that `work` launches in parallel. It is called, and launches nothing meanwhile."""
+    if knobs.runtime.interpret:
+        return
+    _dry_run.launches = []
+    try:
+        work()
+        launches = _dry_run.launches
+    finally:
+        _dry_run.launches = None
+    compile_together(launches)
+
+
 def compile_together(launches: list[Launch]) -> None:
-    """Compile the kernels of one step in parallel, those that are not compiled yet."""
+    """Compile these kernels in parallel, those that are not compiled yet."""
     new = [each for each in launches if isinstance(each[1], JITFunction)]  # the interpreter's are none
     if not new:
         return

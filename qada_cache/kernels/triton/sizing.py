@@ -17,7 +17,7 @@ from .latent_records import count_own_words
 SPLIT_TOKENS, MAX_SPLITS = 256, 128
 # Where tokens are selected, few of a split are read: to begin and to end take most of a program's time. So there are
 # no more programs than a device runs at once, if these are `FEWEST_SPLITS` of a bulk.
-SELECTED_TOKENS, SELECTED_SPLITS, FEWEST_SPLITS = 512, 32, 8
+SELECTED_TOKENS, SELECTED_SPLITS, FEWEST_SPLITS = 1024, 64, 8
 SELECTED_WARPS = 4
 REGISTERS, MOST_CORES = 65536, 132  # of a multiprocessor, by which programs run at once; of an H100
 SCAN_TOKENS = 512  # among which a program chooses at once; a power of two, as:
@@ -46,7 +46,7 @@ TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 # Registers of a thread. Told how many it may take, the assembler spills none for the sake of more programs at once.
 SELECTED_REGISTERS, LARGE = 128, 8  # for four programs at once, as shared memory admits, of so many query heads at most
 NEAR_REGISTERS = 128  # likewise, where a sketch makes programs many
-ESTIMATE_REGISTERS = 96
+ESTIMATE_REGISTERS = 128
 RECORD_REGISTERS = {4: 168, 8: 128}  # by warps, for three or two
 MOST_REGISTERS = 255  # where fewer would spill, or programs are few
 RECORD_SIZES = "KEY_BITS", "VALUE_BITS", "RECORD", "COPY", "UNPACKED", "UNIT", "TERMS", "BLOCK_R"
@@ -136,7 +136,7 @@ def find_near_sizes(sketched: bool, dtype: torch.dtype, sizes: dict[str, int]) -
 
 
 def find_estimate_sizes(queries: int) -> dict[str, int]:
-    """The tokens whose scores `estimate_kernel` estimates at once, and the registers that it takes: for five programs
+    """The tokens whose scores `estimate_kernel` estimates at once, and the registers that it takes: for four programs
     at once, if it takes all heads at once."""
     heads = min(queries, ESTIMATE_HEADS)
     registers = ESTIMATE_REGISTERS if heads == queries else MOST_REGISTERS
