@@ -7,7 +7,7 @@
 of the last 512 tokens' predictions from those of the exact reading, `kl_worst` a document's largest, `same` the share
 of them with the same likeliest token. `pairs` is the share of all pairs of a query and an earlier key that are
 computed. `seconds` is the least time of a reading, `exact_seconds` that of the exact one. With `--sampled` prompts are
-read as GPUs read them, by torch, whose time says nothing.
+read as GPUs read them, by torch, whose time says nothing. `--spreads` scale keys as `eval.codes spreads` does.
 
 `rate`: causal attention of random queries on this CPU, 4 query heads to a KV head, ours and torch's in turn; torch's
 `scaled_dot_product_attention` is given keys and values that are repeated for every query head before the clock runs.
@@ -30,7 +30,8 @@ from tqdm import tqdm
 
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
 from eval.shared.sampled import read_as_gpus_do
-from eval.shared.tables import make_parser, new_file, report
+from eval.shared.scaled_keys import scale_copy
+from eval.shared.tables import make_parser, new_file, report, to_amount
 from eval.shared.texts import CODE, PROSE, read_code, read_prose
 from qada_cache.kernels.cpu import prompt
 from qada_cache.tuning.prompts import LAST, PromptFigures, measure_prompt
@@ -49,12 +50,14 @@ def measure_loss(parser: argparse.ArgumentParser, options: argparse.Namespace) -
         parser.error("--thresholds must not be negative")
     with check_loading(parser):
         model, tokenizer = load(options.model, dtype=options.dtype)
-    told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch.")}
+        models = {spread: scale_copy(model, spread) for spread in options.spreads}
     rows, reading = [], read_as_gpus_do if options.sampled else contextlib.nullcontext
-    for text, tokens in itertools.product(options.texts, options.tokens):
+    for (spread, model), text, tokens in itertools.product(models.items(), options.texts, options.tokens):
+        told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch.")}
+        told |= {"spread": spread} if any(models) else {}
         pieces = (read_code if text == CODE else read_prose)(tokenizer, length=tokens, following=0)
         readings = (
-            measure_prompt(model, document.prompt, options.thresholds, moments="current")
+            measure_prompt(model, document.prompt, options.thresholds)
             for document in itertools.islice(pieces, options.documents)
         )
         with reading():
@@ -150,6 +153,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--thresholds", type=float, nargs="+", default=[4.4], help="(default: 4.4)")
     add("--dtype", choices=("auto", "float16", *DTYPES), default="auto", help="(default: the model's own)")
     add("--sampled", action="store_true", help="as GPUs read them")
+    add(
+        "--spreads",
+        type=to_amount,
+        nargs="+",
+        default=[0.0],
+        help="of channels of keys, 0: none (default: %(default)s)",
+    )
     add = (rate := parts.add_parser("rate", help="how fast attention is, ours and torch's")).add_argument
     rate.set_defaults(measure=measure_rate)
     add("--tokens", type=int, nargs="+", default=[8192], help="of a prompt (default: %(default)s)")

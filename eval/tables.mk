@@ -235,6 +235,9 @@ tables/prompt_rate.csv:
 tables/prompt_loss-smollm2.csv:
 	$(EVAL).prompts loss --dtype float32 --tokens 7000 --documents 1 --thresholds 4.4 12 30 $(OUT)
 
+tables/prompt_loss_spreads.csv:
+	$(EVAL).prompts loss --dtype float32 --tokens 4096 --documents 1 --thresholds 12 --spreads 0 1.5 $(OUT)
+
 tables/prompt_loss-qwen2.5-coder-0.5b.csv:
 	$(EVAL).prompts loss --model $(QWEN) --dtype bfloat16 --tokens 16384 --documents 1 --thresholds 12 $(OUT)
 

@@ -23,8 +23,7 @@ BULK_BITS = 16, 8, 4
 def follow_scaled(model: PreTrainedModel, documents: list[Document], spread: float) -> dict[int, list[dict[str, Any]]]:
     """By the bits of a bulk, for each document a row of `compare`, and the share of the bulk's bytes that was read, of
     caches with default options and a copy of the model under `scale_keys`."""
-    scaled, found = copy.deepcopy(model), defaultdict(list)
-    scale_keys(scaled, spread)
+    scaled, found = scale_copy(model, spread), defaultdict(list)
     for document in tqdm(documents, unit="text"):
         full = _follow_from(scaled, document, DynamicCache(config=scaled.config))
         for bits in BULK_BITS:
@@ -37,6 +36,14 @@ def _follow_from(model: PreTrainedModel, document: Document, cache: DynamicCache
     """Log-probabilities `[tokens, vocabulary]` of what follows the document, token by token, by an empty cache."""
     prefill(model, document, cache)
     return follow(model, document, cache, at_once=False)
+
+
+def scale_copy(model: PreTrainedModel, spread: float) -> PreTrainedModel:
+    """A copy of the model under `scale_keys`; the model itself without a spread."""
+    if not spread:
+        return model
+    scale_keys(scaled := copy.deepcopy(model), spread)
+    return scaled
 
 
 @torch.no_grad()

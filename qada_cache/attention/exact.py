@@ -2,6 +2,7 @@
 long turn over everything cached."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
         if not prompt.serves(states, key, value, causal=True):
             return None
         if options.prefill_threshold > 0 and selected_prompt.serves(states, value):
-            select, whole = selected_prompt.selected_attention, False  # it takes single rows
+            select, whole = _select_by_cpu(layer, key), False  # it takes single rows
     make = states.new_empty if query.valid is None else states.new_zeros  # padding keeps its zeros
     out = make(batch, tokens, heads, value.shape[3])
     for rows in [slice(0, batch)] if whole else [slice(row, row + 1) for row in range(batch)]:
@@ -71,7 +72,7 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
         return None
     if {*store.dtypes} != {states.dtype}:
         return None
-    select: Callable[..., Any] | None = selected_prompt.selected_attention
+    select: Callable[..., Any] | None = _select_by_cpu(layer, key)
     by_cpu = kernels == "auto" and states.is_cpu
     if not by_cpu:  # asked before anything is joined
         past = min(store.lengths)
@@ -93,6 +94,15 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
             return None
         _select(select, layer, query.scaling, own, out[rows])
     return out
+
+
+def _select_by_cpu(layer: Asker, key: Tensor) -> Callable[..., int]:
+    """The CPU's `selected_attention` for keys `[batch, kv_heads, tokens, dim]`. It gets the layer's query energies, if
+    these are of as many heads and channels: those of latents are not."""
+    energies = layer.find_query_energies(key.shape[1], key.shape[3])
+    if energies is not None and energies.shape != (key.shape[1], key.shape[3]):
+        energies = None
+    return partial(selected_prompt.selected_attention, energies=energies)
 
 
 def _select(

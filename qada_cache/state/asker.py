@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from ..key_moments.of_layer import LayerMoments
 from . import Options, Shared
 from .counters import Counters
@@ -36,6 +38,12 @@ class Asker:
     def options(self) -> Options:
         """The cache's options."""
         return self.shared.options
+
+    def find_query_energies(self, kv_heads: int, dim: int) -> Tensor | None:
+        """Mean squares of the channels of another prompt's queries, float32 `[kv_heads, dim]`, by the keys that they
+        ask; None if the options name none."""
+        energies = self.options.query_energies
+        return None if energies is None else self.shared.model.shard.take_own(energies[self.keys_of])[:kv_heads, :dim]
 
     def is_audited(self) -> bool:
         """Whether it is this layer's turn to be audited in the query-adaptive call under way."""

@@ -93,8 +93,7 @@ class QAdALayer(Asker, DynamicLayer):
     def _keep_by_options(self, store: TokenStore) -> None:
         options, near = self.options, store.near_keys
         store.keep_moments(track=options.tracks_moments, update=options.update_moments, kernels=options.kernels)
-        if (energies := options.query_energies) is not None:
-            energies = self.shared.model.shard.take_own(energies[self.index])[: near.shape[1], : near.shape[3]]
+        energies = self.find_query_energies(near.shape[1], near.shape[3])
         store.keep_sketch(options.sketch_bits, energies, select=options.selects_tokens, kernels=options.kernels)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

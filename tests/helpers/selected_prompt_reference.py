@@ -46,6 +46,7 @@ def selected_prompt(
     least: int,
     levels: int,
     words: int,
+    energies: Tensor | None = None,
 ) -> tuple[Tensor, list[float]]:
     """Outputs `[tokens, value_dim]` of one query head `[tokens, dim]` over its keys and values, and the share of far
     keys that each block reads.
@@ -54,13 +55,20 @@ def selected_prompt(
     visited from the newest on. A far key is read if any query gives it `theta` times an even share of the mass that the
     query has met: of sinks, window, and whole tiles of 256 keys visited before the key's own. Queries with fewer than
     `least` far keys, and the last `window` queries, read all keys.
+
+    Keys are coded times `(energies / v) ** 0.25`, queries over it: `v` is the variance of each channel within segments,
+    of the first `least` far keys. Both are at least a share of their means, 1e-4 and 1e-8.
     """
     tokens, turn = len(query), hadamard(query.shape[1])
     dtype, (query, key, value) = key.dtype, (each.double() for each in (query, key, value))
     first, back = -(-sinks // SEGMENT) * SEGMENT, window - 1
     begin = first + least + back
     scores = (scaling * query @ key.T).masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), -math.inf)
-    out, shares = scores.softmax(-1) @ value, []
+    out, shares, weights = scores.softmax(-1) @ value, [], torch.ones(query.shape[1], dtype=torch.float64)
+    if energies is not None:
+        variances = key[first : first + least].unflatten(0, (-1, SEGMENT)).var(1, correction=0).mean(0)
+        energies = energies.double().clamp_min(1e-4 * energies.double().mean())
+        weights = (energies / variances.clamp_min(1e-8 * variances.mean())) ** 0.25
     for start in range(begin, tokens - window, BLOCK):
         stop = min(start + BLOCK, tokens - window)
         far = range(first, (start - back) // SEGMENT * SEGMENT)
@@ -68,8 +76,9 @@ def selected_prompt(
         keys, values = key[far.start : far.stop], value[far.start : far.stop]
         segments = keys.unflatten(0, (-1, SEGMENT))
         centres = segments.mean(1).to(dtype).double()
-        coded = rounded((segments - centres[:, None]) @ turn, levels, words).flatten(0, 1)
-        estimates = scaling * (rounded(q @ turn, levels) @ coded.T + (q @ centres.T).repeat_interleave(SEGMENT, 1))
+        coded = rounded((segments - centres[:, None]) * weights @ turn, levels, words).flatten(0, 1)
+        turned = rounded(q / weights @ turn, levels)
+        estimates = scaling * (turned @ coded.T + (q @ centres.T).repeat_interleave(SEGMENT, 1))
         near = scores[start:stop].clone()
         near[:, far.start : far.stop] = -math.inf
         met, read = near.logsumexp(-1), torch.zeros(len(far), dtype=torch.bool)

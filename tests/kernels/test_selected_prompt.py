@@ -51,14 +51,20 @@ def attend(call: list[Tensor], **options: Any) -> tuple[Tensor, int]:
     return out, selected_prompt.selected_attention(*call, out=out, **told)
 
 
-def by_reference(call: list[Tensor], **options: Any) -> tuple[Tensor, list[float]]:
+def by_reference(call: list[Tensor], energies: Tensor | None = None, **options: Any) -> tuple[Tensor, list[float]]:
     """All heads, and the share of far keys that each block and head reads."""
     told = {"scaling": 0.2, "theta": THETA, "sinks": 16, "window": 112, "least": LEAST} | options
     query, key, value = (each[0] for each in call)
     kernel = selected_prompt.build_selecting(key.shape[2], value.shape[2], key.dtype)
     assert kernel is not None
     told |= {"levels": kernel.code_levels(), "words": kernel.code_words()}
-    found = [reference(query=query[head], key=key[head // 2], value=value[head // 2], **told) for head in range(4)]
+    found = [
+        reference(
+            query=query[head], key=key[head // 2], value=value[head // 2],
+            energies=None if energies is None else energies[head // 2], **told,
+        )
+        for head in range(4)
+    ]  # fmt: skip
     return torch.stack([out for out, _ in found])[None], [share for _, shares in found for share in shares]
 
 
@@ -96,6 +102,25 @@ def test_as_float64_computes_it(tokens: int, dim: int, value_dim: int, sizes: di
     assert off.quantile(0.97) < 2e-3 * float(wanted.std())
     assert off.max() < 0.3 * float(wanted.std())
     assert pairs == pytest.approx(count_pairs(tokens, shares, **sizes), rel=1e-3)
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("instructions", ["newest", "least"], indirect=True)
+def test_weights_of_channels() -> None:
+    """A model may have large keys and small queries in a channel, or the reverse: with the queries' energies nothing
+    more is lost by that, and the selection is float64's. Without them more is lost."""
+    factors = torch.exp(2 * torch.randn(64, generator=torch.Generator().manual_seed(3)))
+    plain = tensors(1300, 64, 64)
+    scaled = [plain[0] / factors, plain[1] * factors, plain[2]]
+    full, errors = torch.empty(1, 4, 1300, 64), []
+    prompt.prompt_attention(*plain, scaling=0.2, causal=True, out=full)
+    for call in (plain, scaled):
+        energies = call[0][0].square().mean(1).unflatten(0, (2, 2)).mean(1)  # a head of keys has two of queries
+        out, wanted = attend(call, energies=energies)[0], by_reference(call, energies)[0]
+        assert (out - wanted).abs().amax(dim=-1).quantile(0.97) < 2e-3 * float(wanted.std())
+        errors.append(float((out - full).abs().mean()))
+    assert errors[1] == pytest.approx(errors[0], rel=0.05)
+    assert float((attend(scaled)[0] - full).abs().mean()) > 2 * errors[0]
 
 
 @pytest.mark.usefixtures("instructions")

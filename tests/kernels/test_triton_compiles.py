@@ -78,3 +78,33 @@ def test_no_garbage_is_collected_while_kernels_compile_side_by_side(
         finally:
             gc.enable()
     assert seen == [apart, False]
+
+
+def test_what_is_compiled_ahead_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is called for the kernels that it would launch. An error of its own ends this; then it launches again."""
+    monkeypatch.setattr(launching.knobs.runtime, "interpret", False)
+    compiled, launched = list[Any](), list[Any]()
+
+    class Kernel(launching.JITFunction):
+        def __init__(self) -> None:
+            """Without a function to compile."""
+
+        def warmup(self, *args: Any, **told: Any) -> None:
+            compiled.append((args, told))
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **told: launched.append((args, grid, told))
+
+    launches, kernel = launching.Launches(SIZE=4), Kernel()
+
+    def work(counts: tuple[int, ...]) -> None:
+        for count in counts:
+            launches.launch(kernel, (count, 1, 1), (), 3 // count)
+
+    launching.compile_ahead(lambda: work((1, 3)))
+    with pytest.raises(ZeroDivisionError):
+        launching.compile_ahead(lambda: work((1, 0)))
+    assert compiled == [((3 // count,), {"grid": (count, 1, 1), "SIZE": 4}) for count in (1, 3)]
+    assert not launched
+    work((3,))
+    assert launched == [((1,), (3, 1, 1), {"SIZE": 4})]

@@ -10,6 +10,7 @@ from reference import averaged_moments, rotary_matrix
 from torch import Tensor
 
 from qada_cache import KeyMoments
+from qada_cache.key_moments import of_layer
 from qada_cache.key_moments.of_layer import LayerMoments
 from qada_cache.key_moments.rotation import Rotation, round_length
 from qada_cache.models.sharding import UNSHARDED
@@ -102,9 +103,9 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
     """In the same tensors: a row whose length has changed is written anew, and no other."""
     made, kept, asked, original = moments(), LayerMoments(), [], KeyMoments._find_layer_at
 
-    def counted(self: KeyMoments, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(self: KeyMoments, layer: int, length: int, *where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append(length)
-        return original(self, layer, length)
+        return original(self, layer, length, *where)
 
     monkeypatch.setattr(KeyMoments, "_find_layer_at", counted)
     first = kept.get(made, 1, (64, 128, 64), CPU, UNSHARDED)
@@ -122,6 +123,18 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
     assert all(mine.data_ptr() == theirs.data_ptr() for mine, theirs in zip(alone, shared, strict=True))
     assert kept.nbytes == 0
     assert copy.deepcopy(kept).get(made, 1, (64,), CPU, UNSHARDED)[0].data_ptr() == shared[0].data_ptr()
+
+
+def test_where_graphs_replay_one_length_is_written_in_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another layer's or cache's pair nothing changes."""
+    monkeypatch.setattr(of_layer, "REPLAYING", ("cpu",))
+    made, kept, others = moments(), LayerMoments(), LayerMoments()
+    first, before = kept.get(made, 1, (64,), CPU, UNSHARDED), others.get(made, 1, (64,), CPU, UNSHARDED)
+    assert kept.get(made, 1, (128,), CPU, UNSHARDED) is first
+    for length, found in ((128, first), (64, before)):
+        for part, whole in zip(found, made._find_layer_at(1, length), strict=True):
+            torch.testing.assert_close(part.view(whole.shape), whole.float())
+    assert kept.nbytes == 3 * 8 * 4 + 3 * 8 * 8 * 4
 
 
 @pytest.mark.parametrize(("name", "calls", "lengths"), [("cat", 0, (64, 128, 192)), ("_find_layer_at", 1, (192, 256))])

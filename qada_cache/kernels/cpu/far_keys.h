@@ -17,7 +17,8 @@ struct FarKeys {
           moments(new float[count * MOMENTS * WIDTH]) {}
 
     std::unique_ptr<Number[]> centres;  // [segments, DIM]: means of a segment's keys
-    std::unique_ptr<uint32_t[]> codes;  // [segments, CODE_WORDS, SEGMENT]: of keys less their centre, rotated; signed
+    // [segments, CODE_WORDS, SEGMENT]: of keys less their centre, weighed and rotated; signed.
+    std::unique_ptr<uint32_t[]> codes;
     std::unique_ptr<int32_t[]> corrections;  // [segments, SEGMENT]: -ZERO times a code's sum
     std::unique_ptr<float[]> steps;  // [segments, SEGMENT]: of codes
     // [segments, MOMENTS, WIDTH]: sums over a segment and all before it. Rows 0 to DIM - 1 are of keys' channels times
@@ -77,7 +78,7 @@ void encode_segment(FarKeys& far, const Call& call, int64_t segment) {
     }
     std::copy_n(centre, DIM, far.centres.get() + segment * DIM);
     for (int d = 0; d < DIM; d++)
-        for (int t = 0; t < SEGMENT; t++) states[d][t] -= widen(centre[d]);
+        for (int t = 0; t < SEGMENT; t++) states[d][t] = (states[d][t] - widen(centre[d])) * call.weights[d];
     rotate(states);
     encode_keys(far, segment, states);
 }

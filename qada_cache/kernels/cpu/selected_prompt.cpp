@@ -135,7 +135,8 @@ void attend(Block& block, const Call& call, const FarKeys& far, int64_t head, in
             const int64_t at = start + std::min<int64_t>(strip * STRIP + q, count - 1);
             const Number* query = call.query + head * call.query_head + at * call.query_token;
             pack_query(query, block.query[strip * STRIP + q]);
-            for (int d = 0; d < DIM; d++) states[d][strip * STRIP + q] = own[q][d] = widen(query[d]);
+            for (int d = 0; d < DIM; d++)
+                own[q][d] = widen(query[d]), states[d][strip * STRIP + q] = own[q][d] / call.weights[d];
         }
         regress(block, strip, own, far, segments, scaling);
     }

@@ -8,7 +8,8 @@ keys are replaced by an estimate of their weight, with values on the line of reg
 
 Estimates of scores are products of bytes. A prompt is bound by arithmetic, and 8 bits cost no more than the sketch's
 few: keys less the mean of their segment, and queries, rotated and rounded to 127 levels of their own largest number;
-to 63 where the processor sums products in 16 bits, faster than in 32. No query's output depends on later tokens.
+to 63 where the processor sums products in 16 bits, faster than in 32. Before, keys are multiplied by weights of their
+channels, and queries divided (`find_weights`). No query's output depends on later tokens.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...sketch.codec import MIN_ENERGY, MIN_VARIANCE, set_floor
 from ...sketch.coded import find_block
 from . import prompt
 from .addresses import find_address
@@ -35,7 +37,7 @@ class Call(ctypes.Structure):
     """`Call` of selecting.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "unread")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "weights", "out", "unread")),
         *((name, ctypes.c_int64) for name in ("query_head", "query_token", "key_token", "value_token")),
         *((name, ctypes.c_int64) for name in ("out_head", "out_token", "group", "queries", "tokens", "start", "first")),
         *((name, ctypes.c_int64) for name in ("window", "narrow", "threads")),
@@ -88,6 +90,7 @@ def selected_attention(
     window: int,
     out: Tensor,
     end: int = 0,
+    energies: Tensor | None = None,
 ) -> int:
     """Causal attention of one row's prompt, or of a part of it, for calls that `prompt.serves` and `serves` admit: by
     selection for `find_selecting`, exact for the others.
@@ -100,6 +103,7 @@ def selected_attention(
         sinks, window: tokens, the query's own included.
         out: the query's dtype or float32 `[1, heads, queries, value_dim]`, written.
         end: tokens of the whole prompt, if there are more than `tokens`.
+        energies: mean squares of the channels of queries, float32 `[kv_heads, dim]`; None if unknown.
 
     Returns the pairs of a query and a key that were computed, of `prompt.count_pairs`. MemoryError as
     `prompt.prompt_attention`.
@@ -118,9 +122,23 @@ def selected_attention(
         asking = slice(head * group, (head + 1) * group), _move(selecting, -before)
         one = query[0][asking], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
         arguments: dict[str, Any] = {"scaling": scaling, "threshold": threshold}
-        arguments |= {"first": _round_up(sinks), "window": window}
+        arguments |= {"first": (first := _round_up(sinks)), "window": window}
+        arguments["weights"] = find_weights(
+            key[0, head, first : first + LEAST_FAR], None if energies is None else energies[head]
+        )
         pairs -= _attend_to_head(*one, start=selecting.start, out=out[0][asking], **arguments)
     return pairs
+
+
+def find_weights(keys: Tensor, energies: Tensor | None) -> Tensor:
+    """Weights float32 `[dim]` of channels, `(E / v)^(1/4)`, with `energies` `E` `[dim]` and, of the first far keys
+    `[tokens, dim]`, the variance `v` within segments: rounding of keys and queries changes scores least by these. A
+    model may have large keys and small queries in a channel, or the reverse. Ones, if no energies are known."""
+    if energies is None:
+        return torch.ones(keys.shape[1], dtype=torch.float32, device="cpu")
+    variances = keys.float().unflatten(0, (-1, SEGMENT)).var(dim=1, correction=0).mean(dim=0)
+    weights = set_floor(energies.cpu(), MIN_ENERGY) / set_floor(variances, MIN_VARIANCE)
+    return weights.pow(0.25).contiguous()
 
 
 def _move(span: slice, tokens: int) -> slice:
@@ -139,6 +157,7 @@ def _attend_to_head(
     start: int,
     first: int,
     window: int,
+    weights: Tensor,
     scaling: float,
     threshold: float,
     out: Tensor,
@@ -152,6 +171,7 @@ def _attend_to_head(
         find_address("query", query, key.dtype, (*query.shape[:2], dim), packed=1),
         find_address("key", key, prompt.NUMBERS, (tokens, dim), packed=1),
         find_address("value", value, key.dtype, (tokens, value_dim), packed=1),
+        find_address("weights", weights, torch.float32, (dim,)),
         find_address("out", out, prompt.OUT, (*query.shape[:2], value_dim), packed=1),
         find_address("unread", unread_pairs, torch.int64, ()),
     )

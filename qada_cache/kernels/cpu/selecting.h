@@ -24,6 +24,7 @@ constexpr float MOST = 100;  // a key with a higher score, less `base`, is alway
 // The arguments from Python, in its order. Tokens are those of the prompt; queries are of tokens from `start` on.
 struct Call {
     const Number *query, *key, *value;  // [group, queries, DIM], [tokens, DIM], [tokens, VALUE_DIM]
+    const float* weights;  // [DIM]: keys are coded times these, and queries over them
     void* out;  // [group, queries, VALUE_DIM], bfloat16 or float32
     int64_t* unread;  // the number of pairs of a query and an unread far key is added to it
     int64_t query_head, query_token, key_token, value_token, out_head, out_token;  // strides, in numbers
