@@ -126,7 +126,7 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
 
 
 def test_where_graphs_replay_one_length_is_written_in_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another layer's or cache's pair nothing changes."""
+    """Pairs of other layers and caches stay as they are."""
     monkeypatch.setattr(of_layer, "REPLAYING", ("cpu",))
     made, kept, others = moments(), LayerMoments(), LayerMoments()
     first, before = kept.get(made, 1, (64,), CPU, UNSHARDED), others.get(made, 1, (64,), CPU, UNSHARDED)

@@ -21,7 +21,7 @@ TREES_ARE_APART = sys.version_info >= (3, 12, 2) or (3, 11, 8) <= sys.version_in
 
 
 class _DryRun(threading.local):
-    """What this thread would have launched, while it launches nothing."""
+    """Launches that this thread asks for while it launches nothing; None: it does."""
 
     launches: "list[Launch] | None" = None
 
