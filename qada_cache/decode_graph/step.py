@@ -13,8 +13,7 @@ from torch.nn import functional
 from ..attention import forward as attention
 from ..attention.decode import find_other_moments
 from ..kernels.operands import Rows
-from ..key_moments.rotation import round_length
-from ..state.forward_pass import describe_rows
+from ..state.forward_pass import describe_rows, round_rows
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
 
@@ -68,10 +67,9 @@ class Step:
 
     @property
     def plans(self) -> list[Any]:
-        """Weak references to all askers' plans. Empty if torch computes one of them, or if the last call had several
-        tokens."""
+        """Weak references to all askers' plans of single tokens. Empty if one has none, or torch computes it."""
         plans = [asker.plan for asker in self.askers]
-        served = all(plan is not None and plan.kernel is not None and plan.queries[2] == 1 for plan in plans)
+        served = all(plan is not None and plan.kernel is not None for plan in plans)
         pairs = zip(plans, self._asked_stores, strict=True)
         current = served and all(plan.version == store.version for plan, store in pairs)
         return [weakref.ref(plan) for plan in plans] if current else []
@@ -80,7 +78,7 @@ class Step:
     def is_torchs(self) -> bool:
         """Whether torch computed a layer's last step."""
         plans = [asker.plan for asker in self.askers]
-        return any(plan is not None and plan.kernel is None and plan.queries[2] == 1 for plan in plans)
+        return any(plan is not None and plan.kernel is None for plan in plans)
 
     def is_followed_by(self, layers: list[QAdALayer]) -> bool:
         """Whether the next step of `layers` differs from the last replayed one by its token alone: nothing else has
@@ -99,9 +97,9 @@ class Step:
         """Whether the bulks of the next step round to the lengths of the last replayed one, for another prompt's
         moments."""
         store = self.stores[0]
-        bulk_tokens = [length - store.sinks - store.window + 1 for length in dict.fromkeys(store.lengths)]
-        rounded = {round_length(tokens) for tokens in bulk_tokens}
-        return rounded == set(self.numbers["row_moment_lengths"])
+        alike = len(set(store.lengths)) == 1
+        bulk_tokens = [length - store.sinks - store.window + 1 for length in store.lengths[: 1 if alike else None]]
+        return round_rows(bulk_tokens) == self.numbers["row_moment_lengths"]
 
     def find_moments(self) -> list[int]:
         """Bring another prompt's moments up to date, as computed steps do. Returns their tensors' addresses."""

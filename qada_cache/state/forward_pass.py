@@ -67,14 +67,19 @@ def describe_rows(
     masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
     counts, stored = (torch.tensor(part, dtype=torch.int64, device="cpu") for part in (bulk_tokens, bulk_lengths))
     decides = torch.tensor(decided, dtype=torch.bool, device="cpu")
-    last_lengths = tuple(round_length(max(1, row[-1])) for row in bulk_tokens)
     deciding = chain.from_iterable(map(compress, bulk_tokens, decided))
     return (*masks, counts.unsqueeze(1), stored, decides.unsqueeze(1)), {
         "decisions": sum(map(sum, decided)) * stands_for,
         "dense_tokens": sum(map(mul, bulk_lengths, map(any, decided))) * stands_for,
         "query_moment_lengths": tuple(sorted(set(map(round_length, set(deciding))))),
-        "row_moment_lengths": last_lengths[:1] if len(set(last_lengths)) == 1 else last_lengths,
+        "row_moment_lengths": round_rows([row[-1] for row in bulk_tokens]),
     }
+
+
+def round_rows(bulk_tokens: list[int]) -> tuple[int, ...]:
+    """The bulk tokens of rows, rounded for another prompt's moments: one number for all rows, if they agree."""
+    rounded = tuple(round_length(max(1, tokens)) for tokens in bulk_tokens)
+    return rounded[:1] if len(set(rounded)) == 1 else rounded
 
 
 class Seen(int):

@@ -137,6 +137,25 @@ def test_a_turn_that_moves_the_bulk(device: str) -> None:
     assert torch.allclose(*outputs, atol=1e-5)
 
 
+@torch.no_grad()
+def test_each_row_has_moments_for_its_own_bulk(device: str) -> None:
+    """Behind some steps one row of three takes those for more tokens, which another row takes already."""
+    model, taken = tiny().to(device), []
+    for on in (False, True):
+        cache = make(model, token_threshold=0.0, moments="random-tokens", cuda_graph=on)
+        ids, mask = (part.to(device) for part in prompt(50, 75, 120))
+        model(ids, attention_mask=mask, **pass_cache(cache))
+        for _ in range(16):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            position = mask.cumsum(dim=1)[:, -1:] - 1
+            model(ids[:, -1:], attention_mask=mask, position_ids=position, **pass_cache(cache))
+            taken.append([layer.kept_moments._lengths for layer in cache.layers])
+    assert RecordedGraph.replays > 8
+    assert taken[:16] == taken[16:]
+    assert taken[0] == [(64, 64, 128)] * 2
+    assert taken[-1] == [(64, 128, 128)] * 2
+
+
 def take_another_token(cache: QAdACache) -> None:
     store = cache.layers[1].store
     store.append(store.near_keys[:, :, :1], store.near_values[:, :, :1], None)
