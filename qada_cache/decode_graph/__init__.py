@@ -240,10 +240,13 @@ class DecodeGraph:
 
 
 def _flush(step: Step) -> None:
-    """Flush all layers behind a replayed `step`, as they have no room for another token: no graph does this."""
+    """Flush all layers behind a replayed `step`, as they have no room for another token: no graph does this. Plans of
+    buffers that a flush has replaced go at once: until the next pass they would keep those of all layers."""
     step.shared.progress.changing = "a flush"
-    for store in step.stores:
+    for layer, store in zip(step.layers, step.stores, strict=True):
         store.flush_for(1)
+        for asker in layer.askers:
+            asker.drop_old_plans(store.version)
     step.shared.progress.changing = ""
 
 

@@ -43,11 +43,12 @@ def find_inputs(
     if not isinstance(first, QAdALayer) or first.store is None:
         return None
     store, device, shared = first.store, tokens.device, first.shared
-    # A step behind a replay may have to flush first. One without pending tokens before it may read a prompt's chunk.
+    # A step behind a replay may have to flush first. One without pending tokens, before it or then, may read a prompt's
+    # chunk. A store without tokens may have no rows either.
     has_room = store.has_room or (followed and store.end == store.capacity)
-    if not has_room or tokens.shape[:2] != (store.batch, 1):
+    if not store.end or not has_room or tokens.shape[:2] != (store.batch, 1):
         return None
-    if store.end <= store.window and generation.find_prompt().in_chunks:
+    if (store.end <= store.window or not store.has_room) and generation.find_prompt().in_chunks:
         return None
     if first.device != device or not (followed or _are_alike(layers)):
         return None

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from graphed import decode, make
-from models import prompt, tiny
+from models import generate, prompt, tiny
 from recorded_graph import RecordedGraph
 from transformers import OPTConfig, OPTForCausalLM
 
 from qada_cache import QAdACache
 from qada_cache.decode_graph.step import Step
 from qada_cache.kernels import choice
+from qada_cache.storage import TokenStore, row_tensors
 from qada_cache.storage.padding import Padding
 from qada_cache.versions import pass_cache
 
@@ -154,6 +155,53 @@ def test_each_row_has_moments_for_its_own_bulk(device: str) -> None:
     assert taken[:16] == taken[16:]
     assert taken[0] == [(64, 64, 128)] * 2
     assert taken[-1] == [(64, 128, 128)] * 2
+
+
+@torch.no_grad()
+def test_a_flush_keeps_no_plan_of_buffers_that_it_has_replaced(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's old bulk is freed before the second layer's moves: both of them, old and new, may not fit."""
+    monkeypatch.setattr(row_tensors, "REPLAYING", (device,))
+    monkeypatch.setattr(row_tensors, "GRANULE", 1)
+    model, flush_for, versions = tiny().to(device), TokenStore.flush_for, []
+    cache = make(model, token_threshold=0.0, cuda_graph=True)
+    decode(model, cache, 1)
+    first, second = cache.layers
+
+    def flush(own: TokenStore, tokens: int) -> None:
+        if own is second.store and cache._shared.progress.changing:
+            versions.append((first.store.version, None if first.plan is None else first.plan.version))
+        flush_for(own, tokens)
+
+    monkeypatch.setattr(TokenStore, "flush_for", flush)
+    decode(model, cache, 29, start=1)
+    assert RecordedGraph.replays > 8
+    assert None in dict(versions).values()  # a flush has moved the bulk
+    assert all(planned in (None, current) for current, planned in versions)
+
+
+@torch.no_grad()
+def test_a_prompt_read_token_by_token_goes_on_alike(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind pending tokens its single tokens are decoded ones, also where a flush moves the bulk."""
+    monkeypatch.setattr(row_tensors, "GRANULE", 16)
+    model, counts = tiny().to(device), []
+    for on in (False, True):
+        cache = make(model, token_threshold=0.0, cuda_graph=on)
+        decode(model, cache, 16)
+        assert not cache.layers[0].store.has_room
+        generate(model, prompt(90)[0], cache, tokens=2, prefill_chunk_size=1)
+        counts.append((cache.stats().decisions, cache.layers[0].store.exact))
+    assert RecordedGraph.replays > 8
+    assert counts[0] == counts[1]
+
+
+@torch.no_grad()
+def test_no_rows_are_refused_as_without_a_graph(device: str) -> None:
+    model = tiny().to(device)
+    cache = make(model, token_threshold=0.0)
+    decode(model, cache, 6)
+    cache.batch_select_indices(torch.tensor([], dtype=torch.int64))
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(0, 1, dtype=torch.int64, device=device), **pass_cache(cache))
 
 
 def take_another_token(cache: QAdACache) -> None:
