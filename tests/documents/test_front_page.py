@@ -84,27 +84,40 @@ def test_latents_and_hybrids() -> None:
 
 
 def test_on_a_gpu() -> None:
-    """README's times, and those of the table in docs/speed.md."""
-    made = read(RESULTS / "gpu_step-llama-3-8b-cuda.csv")
+    """README's times, and those of the tables in docs/speed.md."""
+    made, turns = (read(RESULTS / f"{name}-llama-3-8b-cuda.csv") for name in ("gpu_step", "turns"))
+    shapes = {"32,768 tokens": ("32768", "1"), "131,072": ("131072", "1"), "8 rows of 32,768": ("32768", "8")}
 
     def find(cache: str, tokens: str) -> str:
-        return f"{float(one(made, cache=cache, tokens=tokens)['ms']):.1f}"
+        return f"{float(one(made, cache=cache, tokens=tokens, batch='1')['kernels_ms']):.1f}"
 
-    here, dense = (find(cache, "131072") for cache in ("device, 16 bits", "ideal dense"))
-    told, host = " ".join(README.split()), find("host, 8 bits", "131072")
-    assert f"in {here} ms a token where an ideal dense cache takes {dense}, and in {host} with the bulk in host" in told
+    here, dense, host = (find(cache, "131072") for cache in ("device, 16 bits", "ideal dense", "host, 8 bits"))
+    told = " ".join(README.split())
+    assert (
+        f"takes the device {here} ms at 131,072 tokens where an ideal dense cache takes {dense}, and {host} wi" in told
+    )
     here, dense = (find(cache, "32768") for cache in ("device, 16 bits", "ideal dense"))
     assert f"At 32,768 it takes {here}, the ideal dense cache {dense}." in told
     section = DOCUMENTS["docs/speed.md"].split("## On a GPU")[1]
-    shown = re.findall(r"^\|[^|]+\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d. +]+) \|$", section, re.MULTILINE)
-    kernels = "local_us", "estimate_us", "selected_us"
-    rows = [
-        (
-            f"{int(row['tokens']):,}",
-            row["ms"],
-            row["kernels_ms"],
-            row["attention_us"] or " + ".join(row[name] for name in kernels),
+    kernels, caches = ("local_us", "estimate_us", "selected_us"), list(dict.fromkeys(row["cache"] for row in made))
+    assert f"| | {' | '.join(shapes)} |" in section
+    shown = re.findall(r"^\|[^|]+\| ([\d.]+ \([\d +]+\)) \| (.+\)) \| (.+\)) \|$", section, re.MULTILINE)
+    for cache, cells in zip(caches, shown, strict=True):
+        for (tokens, batch), cell in zip(shapes.values(), cells, strict=True):
+            row = one(made, cache=cache, tokens=tokens, batch=batch)
+            parts = [row[name] for name in kernels] if row["local_us"] else [row["attention_us"]]
+            assert cell == f"{row['kernels_ms']} ({' + '.join(f'{round_half_up(part)}' for part in parts)})"
+    for tokens in ("16", "64", "256"):
+        cells = [
+            one(turns, method=method, tokens="8192", turn=tokens)
+            for method in ("QAdACache, device, 16 bits", "QAdACache")
+        ]
+        device, default = (f"{round_half_up(row['turn_ms'])}" for row in cells)
+        assert (
+            f"| {tokens} | {device} ms ({cells[0]['over_dynamic']}) | {default} ({cells[1]['over_dynamic']}) |"
+            in section
         )
-        for row in made
-    ]
-    assert shown == rows
+
+
+def round_half_up(number: str) -> int:
+    return int(float(number) + 0.5)
