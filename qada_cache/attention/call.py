@@ -241,9 +241,9 @@ def _store(layer: QAdALayer, store: TokenStore, call: Call) -> None:
     """Store the tokens of a call after its last reader, unless `_compute` has appended them already."""
     if not (call.long or call.exact):
         return
-    if store.outgrows(call.key.shape[2]):
-        layer.drop_plans()  # they would keep the old buffers beside the new ones
     if call.long:
+        if store.outgrows(call.key.shape[2]):
+            layer.drop_plans()  # they would keep the old buffers beside the new ones
         store.bulk.expected = layer.shared.forward_pass.prompt_tokens
         store.absorb(*call.new, call.valid)
         if call.key.device.type == "cpu":

@@ -94,7 +94,7 @@ class DecodeGraph:
         self._result: tuple[type, Tensor] | None = None  # the type of the decoder's output, and its last hidden state
         self._places: Places | None = None
         self._step: Step | None = None  # the last replayed one; None after a pass without the graph
-        self._facts: Any = None  # decoder, plans, addresses of moments: what the graph depends on, beside shapes
+        self._facts: Any = None  # decoder, plans, places of moments: what the graph depends on, beside shapes
         self._lasting: Lasting | None = None  # state of transformers' own layers
         self._model: ModelState | None = None  # the model's state when the graph was captured
         self._stream: Any = None  # the stream of the last replay

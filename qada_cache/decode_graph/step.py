@@ -101,13 +101,14 @@ class Step:
         bulk_tokens = [length - store.sinks - store.window + 1 for length in store.lengths[: 1 if alike else None]]
         return round_rows(bulk_tokens) == self.numbers["row_moment_lengths"]
 
-    def find_moments(self) -> list[int]:
-        """Bring another prompt's moments up to date, as computed steps do. Returns their tensors' addresses."""
+    def find_moments(self) -> list[tuple[int, int]]:
+        """Bring another prompt's moments up to date, as computed steps do. Returns addresses and lengths of their
+        tensors: those of fewer rows may lie where those of more did."""
         pairs = [
             find_other_moments(asker, store, self.numbers["row_moment_lengths"])
             for asker, store in zip(self.askers, self._asked_stores, strict=True)
         ]
-        return [part.data_ptr() for pair in pairs if pair is not None for part in pair]
+        return [(part.data_ptr(), len(part)) for pair in pairs if pair is not None for part in pair]
 
     def takes(self, inputs: dict[str, Tensor]) -> bool:
         """Whether `inputs` have this step's names, shapes and dtypes."""

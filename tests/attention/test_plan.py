@@ -95,6 +95,23 @@ def test_plans_are_kept_from_token_to_token() -> None:
 
 
 @torch.inference_mode()
+def test_a_plan_is_kept_over_drafts_that_move_nothing() -> None:
+    """Behind a bulk that is full but for its pending tokens. Drafts whose mask is not causal are exact."""
+    model, cache, ids = fill(bulk_bits=16)
+    layer = cache.layers[0]
+    bulk, window = layer.store.bulk, layer.options.window
+    model(ids[:, : bulk.capacity - bulk.lengths[0] - 1], **pass_cache(cache))  # and the one that is pending
+    model(ids[:, :1], **pass_cache(cache))
+    assert bulk.lengths[0] == bulk.capacity
+    kept, seen = layer.plan, cache.get_seq_length()
+    mask = torch.ones(12, seen + 12, dtype=torch.bool).tril(seen)[None, None]
+    mask[0, 0, 1, seen] = False
+    model(ids[:, :12], attention_mask=mask, **pass_cache(cache))
+    assert layer.store.end == window + 13
+    assert layer.plan is kept is not None
+
+
+@torch.inference_mode()
 def test_plans_do_not_keep_what_was_replaced() -> None:
     """A bulk that has moved to a larger buffer is freed, whatever calls came before."""
     model, cache, ids = fill(bulk_bits=16)

@@ -16,6 +16,7 @@ from recorded_graph import RecordedGraph
 from transformers import OPTConfig, OPTForCausalLM
 
 from qada_cache import QAdACache
+from qada_cache.decode_graph import step
 from qada_cache.decode_graph.step import Step
 from qada_cache.kernels import choice
 from qada_cache.storage import TokenStore, row_tensors
@@ -158,6 +159,18 @@ def test_each_row_has_moments_for_its_own_bulk(device: str) -> None:
 
 
 @torch.no_grad()
+def test_moments_of_fewer_rows_are_others_even_in_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator may give the memory of freed ones again."""
+    cache, memory = make(model := tiny(), token_threshold=0.0), torch.zeros(4, 1, 8)
+    decode(model, cache, 1)
+    taken = []
+    for rows in (4, 2):
+        monkeypatch.setattr(step, "find_other_moments", lambda *_, rows=rows: (memory[:rows], memory[:rows]))
+        taken.append(Step(cache.layers, {}).find_moments())
+    assert taken[0] != taken[1]
+
+
+@torch.no_grad()
 def test_a_flush_keeps_no_plan_of_buffers_that_it_has_replaced(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer's old bulk is freed before the second layer's moves: both of them, old and new, may not fit."""
     monkeypatch.setattr(row_tensors, "REPLAYING", (device,))
@@ -254,11 +267,11 @@ def test_whatever_changes_a_cache_shows_before_a_replay(change: Callable[[QAdACa
     model = tiny()
     cache = make(model, token_threshold=0.0)
     decode(model, cache, 1)
-    step = Step(cache.layers, {})
-    step.advance()
-    assert step.is_followed_by(cache.layers)
+    last = Step(cache.layers, {})
+    last.advance()
+    assert last.is_followed_by(cache.layers)
     change(cache)
-    assert not step.is_followed_by(cache.layers)
+    assert not last.is_followed_by(cache.layers)
 
 
 @torch.no_grad()
