@@ -17,13 +17,12 @@ MADE_WITH = "3.7.1"  # of Triton, whose assembler allots registers
 ROWS = {"dim": "96", "sketch": "1.5+8", "architecture": "sm_90"}  # of the table, that are compiled
 
 
-def test_next_to_nothing_spills() -> None:
-    """One kernel spills 8 bytes, and no other any, as docs/speed.md says."""
+def test_nothing_spills() -> None:
+    """No kernel spills registers, as docs/speed.md says."""
     rows = read(TABLE)
     assert list(rows[0]) == COLUMNS
     assert len(rows) == 468
-    spilling = [[row[column] for column in (*COLUMNS[:5], "stack")] for row in rows if row["stack"] != "0"]
-    assert spilling == [["estimate_kernel", "128", "8", "1.5", "sm_89", "8"]]
+    assert {row["stack"] for row in rows} == {"0"}
     assert {row["architecture"] for row in rows} == {"sm_80", "sm_89", "sm_90"}
 
 
