@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
 from eval.shared.sampled import read_as_gpus_do
-from eval.shared.tables import make_parser, new_file, report
+from eval.shared.tables import make_parser, report, table_of
 from eval.shared.texts import CODE, PROSE, read_code, read_prose
 from qada_cache.kernels.cpu import prompt
 from qada_cache.tuning.prompts import LAST, PromptFigures, measure_prompt
@@ -48,7 +48,7 @@ def measure_loss(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     if not min(options.thresholds) >= 0:
         parser.error("--thresholds must not be negative")
     with check_loading(parser):
-        model, tokenizer = load(options.model, dtype=options.dtype)
+        model, tokenizer = load(options.model, dtype=options.dtype, tokens=max(options.tokens), latents=False)
     told = {"model": label(options.model), "dtype": str(model.dtype).removeprefix("torch.")}
     rows, reading = [], read_as_gpus_do if options.sampled else contextlib.nullcontext
     for text, tokens in itertools.product(options.texts, options.tokens):
@@ -156,8 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--dims", type=int, nargs="+", default=[64, 128], help="of heads (default: %(default)s)")
     add("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="(default: both)")
     add("--rounds", type=int, default=5, help="of both in turn (default: %(default)s)")
-    for part in (loss, rate):
-        part.add_argument("--out", type=new_file, help="CSV table to write")
+    for part, columns in ((loss, ("threshold", "kl_worst")), (rate, ("dim", "gflops"))):
+        part.add_argument("--out", type=table_of(*columns), help="CSV table to write")
     options = parser.parse_args(arguments)
     report(options.measure(parser, options), options.out, threads=torch.get_num_threads())
     return 0
