@@ -241,7 +241,7 @@ def shape(text: str) -> tuple[int, int]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = make_parser("benchmark", __doc__)
-    add = add_options(parser)
+    add = add_options(parser, "method", "p50_ms", "over_limit")
     add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
         help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
     add("--steps", type=to_count, default=8, help="tokens timed a round (default: %(default)s)")

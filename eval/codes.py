@@ -34,7 +34,7 @@ from eval.shared.deciding import compare, follow, format_with_error, make_exact_
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
 from eval.shared.peers import quantize
 from eval.shared.scaled_keys import TYPES, follow_scaled
-from eval.shared.tables import growing_table, make_parser, report, to_amount, to_count
+from eval.shared.tables import make_parser, report, table_of, to_amount, to_count, to_length
 from eval.shared.texts import Document, read_prose
 from eval.shared.ways import PROMPTS
 from qada_cache import KeyMoments
@@ -247,16 +247,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure; returns the exit status."""
     parser = make_parser("codes", __doc__)
     parts = parser.add_subparsers(required=True, metavar="rungs|energies|spreads")
-    for name, measure, documents, column, summary in (
-        ("rungs", measure_rungs, 4, "of_16_bits", "what a bulk in few bits loses, read whole"),
-        ("energies", measure_energies, 3, "energies", "whose queries may say how keys are coded"),
-        ("spreads", measure_spreads, 2, "spread", "what is lost where channels of keys and queries differ"),
+    for name, measure, documents, columns, summary in (
+        ("rungs", measure_rungs, 4, ("keys", "of_16_bits"), "what a bulk in few bits loses, read whole"),
+        ("energies", measure_energies, 3, ("energies", "mean_variance"), "whose queries may say how keys are coded"),
+        ("spreads", measure_spreads, 2, ("spread", "read_share"), "what is lost where channels of keys differ"),
     ):
         add = (part := parts.add_parser(name, help=summary)).add_argument
         add("--model", default=DEFAULT, help=HELP)
-        add("--lengths", type=to_count, nargs="+", default=[3072], help="tokens (default: %(default)s)")
+        add("--lengths", type=to_length, nargs="+", default=[3072], help="tokens (default: %(default)s)")
         add("--documents", type=to_count, default=documents, help="of each length (default: %(default)s)")
-        add("--out", type=growing_table(column), required=True, help="CSV table, added to if it exists")
+        add("--out", type=table_of(*columns), required=True, help="CSV table, added to if it exists")
         part.set_defaults(measure=measure)
         if measure is measure_energies:
             add("--bits", type=float, default=SKETCH_BITS, help="of a value, on average (default: %(default)s)")
@@ -264,10 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not MIN_BITS <= getattr(options, "bits", SKETCH_BITS) <= MAX_BITS:
         parser.error(f"--bits must be from {MIN_BITS} to {MAX_BITS}")
-    if min(options.lengths) <= SINKS + WINDOW:
-        parser.error(f"--lengths must be above {SINKS + WINDOW}")
     with check_loading(parser):
-        model, tokenizer = load(options.model)
+        model, tokenizer = load(options.model, tokens=max(options.lengths), latents=False)
     if options.measure is measure_spreads and model.config.model_type not in TYPES:
         parser.error(f"--model: keys of {' and '.join(TYPES)} can be scaled, not those of {model.config.model_type}")
     for length in options.lengths:

@@ -20,10 +20,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.shared import conversation, language_model
 from eval.shared.conversation import Form, Told, converse, fit
-from eval.shared.tables import align, make_parser, new_file, to_count, to_share, write
+from eval.shared.tables import align, make_parser, table_of, to_count, to_share, write
 from eval.shared.texts import ABOUT_THE_REFERENCE, Turn, draw_facts, read_reference
 from qada_cache import QAdACache, restore_attention
 from qada_cache.machine import describe_machine
+from qada_cache.models.loading import count_positions
 
 TOKENS = 6000  # of the default document: what four prefills on two cores read in a minute or so
 WARM_UP_TOKENS = 600
@@ -153,7 +154,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=to_count, default=32, help="an answer's most (default: %(default)s)")
     add("--threshold", type=to_share, help="QAdACache's (default: its own)")
     add("--seed", type=int, default=0, help="of the planted facts (default: %(default)s)")
-    add("--out", type=new_file, help="CSV file to write the table to as well")
+    add("--out", type=table_of("method", "bulk read", "prefill s"), help="CSV file to write the table to as well")
     return parser
 
 
@@ -234,7 +235,7 @@ def _find_room(
 ) -> int:
     """How many tokens may come before the first question, so that all of the chat fits the model's positions."""
     chat = sum(len(form.make_turn(turn, after=-1)) + options.new_tokens for turn in turns)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    positions = count_positions(model.config) or sys.maxsize
     room = positions - chat
     if options.tokens and options.tokens > room:
         parser.error(f"--tokens: {options.tokens} and {chat} for the chat are more than the model's {positions}")

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from eval.shared.tables import align, make_parser, new_file, to_amount, write
+from eval.shared.tables import align, make_parser, table_of, to_amount, write
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.state.layer import QAdALayer
 from qada_cache.versions import pass_cache
@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--types", nargs="+", metavar="TYPE", default=sorted(TYPES), help="model types (default: all)")
     add("--seconds", type=to_amount, default=60, help="that a model type may take (default: %(default)s)")
-    add("--out", type=new_file, help="the CSV file to write")
+    add("--out", type=table_of("model_type", "verdict"), help="the CSV file to write")
     options = parser.parse_args(arguments)
     if unknown := set(options.types) - set(TYPES):
         parser.error(f"--types: transformers has no causal language model {', '.join(sorted(unknown))}")

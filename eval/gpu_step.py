@@ -185,7 +185,7 @@ def measure_copies(device: torch.device) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write the table; returns the exit status."""
     parser = tables.make_parser("gpu_step", __doc__)
-    add = add_options(parser)
+    add = add_options(parser, "cache", "ms", "kernels_ms")
     add("--tokens", type=shape, nargs="+", default=[(32768, 1)], metavar="TOKENS[xROWS]",
         help="of context, a row; 8192x8 is a batch of 8 (default: 32768)")  # fmt: skip
     add("--caches", nargs="+", choices=(*PEERS, *PLACES), default=[*PEERS, *PLACES], help="only these (default: all)")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from eval.shared import language_model
-from eval.shared.lm_tasks import check_tasks, make_task_manager
-from eval.shared.tables import make_parser, new_file, to_count, write
+from eval.shared.lm_tasks import check_tasks, find_task_manager
+from eval.shared.tables import make_parser, table_of, to_count, to_length, write
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.attention import decode
 from qada_cache.criterion import score_moments
@@ -111,18 +111,17 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default=language_model.DEFAULT, help=language_model.HELP)
     add("--tasks", nargs="+", default=["prose_niah", "prose_fwe"], help="of lm-eval, generating (default: %(default)s)")
-    add("--lengths", type=to_count, nargs="+", default=[4096], help="tokens (default: %(default)s)")
+    add("--lengths", type=to_length, nargs="+", default=[4096], help="tokens (default: %(default)s)")
     add("--moments", nargs="+", choices=PROMPTS, default=["random-words", "single-word"], help="(default: %(default)s)")
     add("--limit", type=to_count, default=16, help="documents per task and length (default: %(default)s)")
     language_model.add_device(parser)
-    add("--out", type=new_file, required=True, help="CSV table to write")
+    add("--out", type=table_of("document", "head", "log_local", "iid"), required=True, help="CSV table to write")
     options = parser.parse_args(arguments)
     with language_model.check_loading(parser):
+        language_model.read_config(options.model, tokens=max(options.lengths), latents=False)
         where, gguf = language_model.find_hflm_source(options.model)
+        check_tasks(parser, options.tasks, options.model, options.lengths, options.limit)
         lm = RecordingLM(where, batch_size=1, device=options.device, **gguf)
-    check_tasks(
-        parser, options.tasks, make_task_manager(where, options.lengths[0], gguf.get("gguf_file"), options.limit)
-    )
     recorder = Recorder({kind: KeyMoments.collect(lm.model, lm.tokenizer, kind) for kind in options.moments})
     lm.recorder = recorder
     for task in options.tasks:
@@ -132,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
                 lm,
                 tasks=[task],
                 limit=options.limit,
-                task_manager=make_task_manager(where, length, gguf.get("gguf_file"), options.limit),
+                task_manager=find_task_manager(options.model, length, options.limit),
                 bootstrap_iters=0,
                 log_samples=False,
             )

@@ -37,6 +37,7 @@ from eval.shared.timing import Peak, add_options, load_model, report, wait
 from eval.shared.workloads import PLACES, draw_tokens
 from qada_cache import QAdACache, restore_attention
 from qada_cache.kernels import cpu
+from qada_cache.tuning.prompts import check_selects
 from qada_cache.versions import pass_cache
 
 FIRST_TIME = "QAdACache, the first time"
@@ -195,22 +196,30 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = make_parser("latency", __doc__)
     parts = parser.add_subparsers(required=True, dest="part", metavar="prompt|turns")
-    add = add_options(parts.add_parser("prompt", help="time and memory from a prompt to its first token"))
+    part = parts.add_parser("prompt", help="time and memory from a prompt to its first token")
+    add = add_options(part, "method", "first_token_s")
     add("--tokens", type=to_count, nargs="+", default=[8192], help="of the prompt (default: %(default)s)")
     add("--prefill", type=to_amount, nargs="+", default=[], help="prefill_thresholds, of one more row each")
     add("--rounds", type=to_count, default=3, help="over all methods (default: %(default)s)")
-    add = add_options(parts.add_parser("turns", help="time of a short turn, or of a draft, behind a text"))
+    part = parts.add_parser("turns", help="time of a short turn, or of a draft, behind a text")
+    add = add_options(part, "method", "turn_ms")
     add("--tokens", type=to_count, nargs="+", default=[6000], help="of the text (default: %(default)s)")
     add("--turns", type=to_count, nargs="+", default=[1, 4, 16, 64, 112], help="tokens of each (default: %(default)s)")
     add("--rounds", type=to_count, default=3, help="times that every turn is measured (default: %(default)s)")
     options = parser.parse_args(arguments)
     turns = options.part == "turns"
     most = max(options.tokens) + (count_turn_tokens(options) if turns else 0)
-    model, _, tokenizer = load_model(parser, options, tokens=most)
+    by_selection = not turns and any(options.prefill)
+    model, _, tokenizer = load_model(parser, options, tokens=most, latents=not by_selection)
     try:
         ids = draw_tokens(model, tokenizer, most, seed=options.seed)[None]
     except ValueError as error:
         parser.error(f"--tokens: {error}")
+    if by_selection:
+        try:  # by the prompt's own moments: others are collected in the first time that is measured
+            check_selects(model, ids[:, : min(options.tokens)], moments="current")
+        except ValueError as error:
+            parser.error(str(error))
     with allow_cudnn(not turns):
         rows = (measure_turns if turns else measure_prompts)(model, ids, options)
     report(options, rows)

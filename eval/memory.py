@@ -33,7 +33,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.shared import language_model, timing
 from eval.shared.processes import count_process, run_alone
-from eval.shared.tables import growing_table, make_parser, report
+from eval.shared.tables import make_parser, report, table_of
 from qada_cache import QAdACache, prepare
 from qada_cache.process_memory import PeakMemory
 from qada_cache.stats import count_bytes
@@ -73,7 +73,9 @@ def measure_copies(model: PreTrainedModel, cache: QAdACache) -> int:
 def hold(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, int]:
     """One cache, in this process."""
     with language_model.check_loading(parser):
-        model, tokenizer = language_model.load(options.model, dtype=options.dtype)
+        model, tokenizer = language_model.load(
+            options.model, dtype=options.dtype, tokens=options.tokens + options.new_tokens
+        )
     ids = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
     if ids.shape[1] < options.tokens:
         raise SystemExit(f"the text has {ids.shape[1]} tokens, which are fewer than {options.tokens}")
@@ -215,8 +217,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--chunk", type=int, default=0, help="`generate`'s prefill_chunk_size; 0 reads at once (default: %(default)s)")
     add("--rounds", type=int, default=1, help="of all caches; figures are medians (default: %(default)s)")
     add("--cache", choices=CACHES, help="one alone, in this process, as the others' are called")
-    add("--out", type=growing_table("held_mib"), help="CSV table to write or to add to")
-    add = timing.add_options(part := parts.add_parser("soak", help="what grows over a long generation"))
+    add("--out", type=table_of("cache", "held_mib", "peak_mib"), help="CSV table to write or to add to")
+    part = parts.add_parser("soak", help="what grows over a long generation")
+    add = timing.add_options(part, "first_p50_ms", "last_p50_ms")
     part.set_defaults(measure=measure_soak)
     add("--prompt", type=int, default=2048, help="tokens read at first (default: %(default)s)")
     add("--tokens", type=int, default=20000, help="tokens decoded after it (default: %(default)s)")

@@ -112,7 +112,7 @@ def _find_fast(seconds: list[float]) -> float:
 
 def measure_step(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """A row for each length."""
-    model, make_work, _ = timing.load_model(parser, options, tokens=max(options.tokens))
+    model, make_work, _ = timing.load_model(parser, options, tokens=max(options.tokens), latents=False)
     rows = []
     for tokens in tqdm(options.tokens, unit="length"):
         try:
@@ -139,7 +139,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = tables.make_parser("overhead", __doc__)
     parts = parser.add_subparsers(required=True, metavar="step|launch")
-    add = timing.add_options(part := parts.add_parser("step", help="part by part of the package"))
+    part = parts.add_parser("step", help="part by part of the package")
+    add = timing.add_options(part, "no_context_ms", "step_ms")
     part.set_defaults(measure=measure_step)
     add(
         "--tokens",
@@ -153,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = (part := parts.add_parser("launch", help="by Triton's kernels, on the host alone")).add_argument
     part.set_defaults(measure=measure_launch)
     add("--steps", type=int, default=100, help="of each kind, in turn (default: %(default)s)")
-    add("--out", type=tables.new_file, help="CSV table to write")
+    add("--out", type=tables.table_of("sketch", "host_us", "graph_us"), help="CSV table to write")
     options = parser.parse_args(arguments)
     options.measure(parser, options)
     return 0

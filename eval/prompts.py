@@ -31,7 +31,7 @@ from tqdm import tqdm
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
 from eval.shared.sampled import read_as_gpus_do
 from eval.shared.scaled_keys import scale_copy
-from eval.shared.tables import make_parser, new_file, report, to_amount
+from eval.shared.tables import make_parser, report, table_of, to_amount
 from eval.shared.texts import CODE, PROSE, read_code, read_prose
 from qada_cache.kernels.cpu import prompt
 from qada_cache.tuning.prompts import LAST, PromptFigures, measure_prompt
@@ -49,7 +49,7 @@ def measure_loss(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     if not min(options.thresholds) >= 0:
         parser.error("--thresholds must not be negative")
     with check_loading(parser):
-        model, tokenizer = load(options.model, dtype=options.dtype)
+        model, tokenizer = load(options.model, dtype=options.dtype, tokens=max(options.tokens), latents=False)
         models = {spread: scale_copy(model, spread) for spread in options.spreads}
     rows, reading = [], read_as_gpus_do if options.sampled else contextlib.nullcontext
     for (spread, model), text, tokens in itertools.product(models.items(), options.texts, options.tokens):
@@ -166,8 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--dims", type=int, nargs="+", default=[64, 128], help="of heads (default: %(default)s)")
     add("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="(default: both)")
     add("--rounds", type=int, default=5, help="of both in turn (default: %(default)s)")
-    for part in (loss, rate):
-        part.add_argument("--out", type=new_file, help="CSV table to write")
+    for part, columns in ((loss, ("threshold", "kl_worst")), (rate, ("dim", "gflops"))):
+        part.add_argument("--out", type=table_of(*columns), help="CSV table to write")
     options = parser.parse_args(arguments)
     report(options.measure(parser, options), options.out, threads=torch.get_num_threads())
     return 0

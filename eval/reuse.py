@@ -38,7 +38,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from eval.shared import language_model
 from eval.shared.processes import SMAPS, count_process, run_alone
-from eval.shared.tables import make_parser, new_file, report, to_count
+from eval.shared.tables import make_parser, report, table_of, to_count
 from qada_cache import PrefixStore, QAdACache, prepare
 from qada_cache.tuning.measuring import read_default_text
 from qada_cache.versions import pass_cache
@@ -68,7 +68,7 @@ FROM_END = 200  # tokens of the document from its edited token to its end
 def load_texts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Texts:
     """The model, the document `[1, tokens]`, and a function that appends a question to token ids."""
     with language_model.check_loading(parser):
-        model, tokenizer = language_model.load(options.model)
+        model, tokenizer = language_model.load(options.model, tokens=options.tokens)
         document = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[:, : options.tokens]
         if (tokens := document.shape[1]) < options.tokens:
             parser.error(f"--tokens: the text has {tokens} tokens, which are fewer than {options.tokens}")
@@ -277,12 +277,12 @@ def main(arguments: list[str] | None = None) -> int:
     restart = parts.add_parser("restart", help="a second question about it in a new process")
     copies.set_defaults(measure=measure_copies)
     restart.set_defaults(measure=measure_restart)
-    for part in (copies, restart):
+    for part, figure in ((copies, "further_cache_s"), (restart, "as_kept")):
         add = part.add_argument
         add("--model", default=language_model.DEFAULT, help=language_model.HELP)
         add("--tokens", type=to_count, default=7500, help="of the document (default: %(default)s)")
         add("--answer", type=to_count, default=16, help="tokens of every answer (default: %(default)s)")
-        add("--out", type=new_file, help="CSV table to write")
+        add("--out", type=table_of("way", figure), help="CSV table to write")
     add = copies.add_argument
     add("--questions", type=int, default=len(QUESTIONS), help=f"{AGAIN} to {len(QUESTIONS)} (default: %(default)s)")
     add = restart.add_argument

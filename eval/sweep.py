@@ -24,7 +24,7 @@ from tqdm import tqdm
 from eval.shared import language_model
 from eval.shared.lm_tasks import check_tasks, make_task_manager
 from eval.shared.selecting import check_selected
-from eval.shared.tables import growing_table, make_parser, read, to_amount, to_count, to_share, write
+from eval.shared.tables import make_parser, read, table_of, to_amount, to_count, to_length, to_share, write
 from qada_cache import QAdACache, StaticHeads
 from qada_cache.criterion import GROUP_RULES
 from qada_cache.key_moments.defaults import DEFAULT_MOMENTS
@@ -159,7 +159,9 @@ def measure(
     for variant in wanted:
         lm.shown = variant
         results = evaluate(lm, task, length, options.limit)
-        read = [count_bytes_read(ways[variant][1], lm.model.dtype.itemsize) for ways in lm.kept.values()]
+        stats = [ways[variant][1] for ways in lm.kept.values()]
+        # Some prompts may be sinks and window alone.
+        read = [count_bytes_read(each, lm.model.dtype.itemsize) for each in stats if each.dense_bulk_bytes]
         results["bytes_read"] = f"{sum(read) / len(read):.4f}"
         rows.append({"task": task, "length": length, **asdict(variant), "documents": len(lm.kept), **results})
     return rows
@@ -225,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--tasks", nargs="+", default=["prose_niah"], help="lm-eval generation tasks (default: %(default)s)")
     add(
         "--lengths",
-        type=to_count,
+        type=to_length,
         nargs="+",
         default=[4096],
         help="tokens, of tasks that take them (default: %(default)s)",
@@ -242,19 +244,21 @@ def main(arguments: list[str] | None = None) -> int:
     add("--batch-size", default="1", help="as lm-eval's (default: %(default)s)")
     add("--dtype", choices=language_model.DTYPES, default="auto", help="(default: the model's own)")
     language_model.add_device(parser)
-    add("--out", type=growing_table("group_rule"), required=True, help="CSV table, added to if it exists")
+    known = table_of("task", "length", "criterion", "moments", "group_rule", "threshold")  # what `read_known` reads
+    add("--out", type=known, required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
     done, wanted = read_known(options.out), list_variants(options)
     with language_model.check_loading(parser):
+        language_model.read_config(options.model, tokens=max(options.lengths))
         pretrained, gguf = language_model.find_hflm_source(options.model)
+        check_tasks(parser, options.tasks, options.model, options.lengths, options.limit)
         loaded = gguf if options.dtype == "auto" else gguf | {"dtype": options.dtype}
         lm = SweepLM(pretrained, **loaded, batch_size=options.batch_size, device=options.device)
     normal = [variant for variant in wanted if not variant.criterion.startswith("static")]
-    check_tasks(parser, options.tasks, make_task_manager(pretrained, options.lengths[0], lm.gguf_file, options.limit))
     try:
         for variant in normal:  # before minutes of measuring
             QAdACache(lm.model, **make_cache_options(variant))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         parser.error(str(error))
     with tqdm(total=len(wanted) * len(options.tasks) * len(options.lengths), unit="row") as bar:
         for task in options.tasks:

@@ -14,6 +14,7 @@ With `--peers`, so are caches that other methods made smaller (`eval/shared/peer
 import argparse
 import contextlib
 import copy
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.shared.conversation import read_chats
 from eval.shared.deciding import (
+    NEARLY_ONE,
     WAY,
     compare,
     find_bulk_bits,
@@ -37,6 +39,7 @@ from eval.shared.deciding import (
     generate,
     has_own_reading,
     limit_reading,
+    make_coded_cache,
     make_exact_cache,
     prefill,
     put_own_answer,
@@ -45,10 +48,10 @@ from eval.shared.deciding import (
 )
 from eval.shared.language_model import DEFAULT, DTYPES, HELP, add_device, check_loading, label, load
 from eval.shared.lm_tasks import check_tasks, find_task_manager
-from eval.shared.peers import PEERS, Prefilled
+from eval.shared.peers import PEERS, SERVED, Prefilled
 from eval.shared.sampled import read_as_gpus_do
 from eval.shared.selecting import check_selected, find_prefill_threshold, list_prompt_ways
-from eval.shared.tables import align, growing_table, make_parser, read, text_file, to_amount, to_count, write
+from eval.shared.tables import align, make_parser, read, table_of, text_file, to_amount, to_count, to_length, write
 from eval.shared.texts import (
     CHAT,
     CODE,
@@ -73,13 +76,9 @@ from eval.shared.ways import (
 from qada_cache import CacheStats, KeyMoments, QAdACache
 from qada_cache.key_moments.defaults import split_sources
 from qada_cache.machine import describe_machine
-from qada_cache.models.latent import find_latent_sizes
 from qada_cache.sketch import MIN_TOKENS
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
-
-NEAR = 128  # tokens that a cache always reads by default
-NEARLY_ONE = 1 - 1e-9  # a threshold that makes every head long-context; at 1 they would read everything
 
 
 def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[Way]) -> dict[str, KeyMoments]:
@@ -101,14 +100,6 @@ def make_cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]
     current, other = split_sources(way.moments)
     moments = known[str(other)] if other else "current"
     return options | {"moments": ("current", moments) if current and other else moments}
-
-
-def make_coded_cache(model: PreTrainedModel, **options: Any) -> QAdACache:
-    """As `make_exact_cache`, but with tokens coded in the metric of the queries. A cache of latents that reads them all
-    has no such metric, so that of latents has a threshold of nearly 1 instead."""
-    if find_latent_sizes(model.config.get_text_config(decoder=True)) is None:
-        return make_exact_cache(model, **options)
-    return QAdACache(model, criterion="gaussian", threshold=NEARLY_ONE, token_threshold=0.0, **options)
 
 
 def run_trial(
@@ -214,6 +205,18 @@ def read_documents(
     return read_task_documents(task, tokenizer, length=length, count=options.documents, manager=manager)
 
 
+def check_lengths(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """End the program if a task has no document of one of the lengths."""
+    for task, length in itertools.product(options.tasks, options.lengths):
+        try:
+            if next(read_documents(options, tokenizer, task, length), None) is None:
+                parser.error(f"--lengths: no text has {length} tokens and {options.following} after them")
+        except ValueError as error:
+            parser.error(f"--tasks {task} --lengths {length}: {error}")
+
+
 def ask_as(document: Document, protocols: list[str]) -> list[Document]:
     """The document once for each of `protocols` that applies to it, the one that reads least of it exactly first."""
     if document.question == 1:
@@ -229,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--model", default=DEFAULT, help=HELP)
     tasks = f"{PROSE}, {CODE}, {CHAT}, lm-eval tasks of one answer (default: {PROSE})"
     add("--tasks", nargs="+", default=[PROSE], help=tasks)
-    add("--lengths", type=to_count, nargs="+", default=[3072], help="tokens (default: %(default)s)")
+    add("--lengths", type=to_length, nargs="+", default=[3072], help="tokens (default: %(default)s)")
     add("--documents", type=to_count, default=12, help="of each task and length (default: %(default)s)")
     add("--following", type=to_count, default=64, help="tokens to predict of prose and code (default: %(default)s)")
     question = "whether a task's question is read exactly, as the text is, or sparsely (default: dense)"
@@ -245,18 +248,20 @@ def main(arguments: list[str] | None = None) -> int:
     add("--peers", action="store_true", help="other methods, to compare with: caches that evict, or of few bits")
     add("--dtype", choices=DTYPES, default="auto", help="(default: the model's own)")
     add_device(parser)
-    add("--out", type=growing_table("kv_read"), required=True, help="CSV table, added to if it exists")
+    judged = "document", "kl", "top1", "right", "found", "kv_read", "q_local"  # which `summarize` reads
+    add("--out", type=table_of(*WAY, *judged), required=True, help="CSV table, added to if it exists")
     options = parser.parse_args(arguments)
-    if min(options.lengths) <= NEAR:
-        parser.error(f"--lengths must be above {NEAR}")
     with check_loading(parser):
         if named := [task for task in options.tasks if task != CHAT and not is_continued(task)]:
-            check_tasks(parser, named, find_task_manager(options.model, options.lengths[0], options.documents))
-        model, tokenizer = load(options.model, dtype=options.dtype, device=options.device)
+            check_tasks(parser, named, options.model, options.lengths, options.documents)
+        plain, longest = not (options.prefill or options.peers), max(options.lengths)
+        where = {"dtype": options.dtype, "device": options.device}
+        model, tokenizer = load(options.model, **where, tokens=longest, latents=plain)
+    if options.peers and model.config.model_type not in SERVED:
+        parser.error(f"--peers: other methods are tried on models of type {', '.join(SERVED)} alone")
+    check_lengths(parser, options, tokenizer)
     with read_as_gpus_do() if options.sampled else contextlib.nullcontext():
         run(options, model, tokenizer)
-    if not options.out.exists():
-        parser.error(f"--lengths: no text has {min(options.lengths)} tokens and {options.following} after them")
     print(align(summarize(read(options.out))))
     return 0
 

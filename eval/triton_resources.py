@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from eval.shared.compiling import SKETCHES, Compiled, Recorder, Step, record_latents, record_prompt
-from eval.shared.tables import align, make_parser, new_file, write
+from eval.shared.tables import align, make_parser, table_of, write
 from qada_cache.kernels.triton.latents import WIDE_QUERIES
 
 ARCHITECTURES = (80, 89, 90)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         default=ARCHITECTURES,
         help="80 is capability 8.0",
     )
-    add("--out", type=new_file, help="CSV table to write")
+    add("--out", type=table_of("kernel", "registers"), help="CSV table to write")
     args = parser.parse_args(argv)
     sizes = [size for size in SIZES if args.dims is None or size[0] in args.dims]
 

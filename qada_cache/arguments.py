@@ -151,6 +151,8 @@ def check_options(options: argparse.Namespace) -> None:
         path = getattr(options, name, None)
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"--{name.replace('_', '-')}: there is no file {path}")
+    if not getattr(options, "ask", "why").strip():
+        raise ValueError("--ask: the question is empty: give a text")
     for name in ("out", "plot"):
         path = getattr(options, name, None)
         if path is not None and not path.parent.is_dir():

@@ -5,28 +5,35 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from . import files, profile, tuned_choice, tuning
 from .cache import QAdACache
 from .key_moments import KeyMoments
+from .key_moments.defaults import CURRENT, split_sources
 from .key_moments.prompts import choose_prompt, make_ids, read_dataset
 from .models.loading import count_positions, load_model
+from .names import PROMPTS
 from .prefix_store import PrefixStore
 from .preparing import prepare
 from .report import report
 from .report.asking import Request
 from .serving import make_folder
+from .state import Options
 from .tuning import measuring, prompts
 
 
 def _load(options: argparse.Namespace, *tokens: str) -> tuple[Any, Any]:
     """Model and tokenizer; ValueError, if the options named in `tokens` add up to more than the model's positions."""
     given = {name: getattr(options, name) for name in ("dtype", "device_map", "revision", "trust_remote_code")}
-    model, tokenizer = load_model(options.model, **given)
-    longest, together = count_positions(model), sum(getattr(options, name) or 0 for name in tokens)
-    if longest is not None and together > longest:
-        named = " and ".join(f"--{name.replace('_', '-')}" for name in tokens)
-        raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
-    return model, tokenizer
+
+    def check(config: PreTrainedConfig) -> None:
+        longest, together = count_positions(config), sum(getattr(options, name) or 0 for name in tokens)
+        if longest is not None and together > longest:
+            named = " and ".join(f"--{name.replace('_', '-')}" for name in tokens)
+            raise ValueError(f"{named} come to {together} tokens, and the model has {longest} positions")
+
+    return load_model(options.model, check=check, **given)
 
 
 def collect_moments(options: argparse.Namespace) -> None:
@@ -64,8 +71,8 @@ def _read_text(path: Path, name: str) -> str:
 
 def measure_profile(options: argparse.Namespace) -> None:
     """`qada profile`."""
-    model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
     cache = _read_cache_options(options)
+    model, tokenizer = _load(options, "prompt_tokens", "new_tokens")
     prepare(model, tokenizer, **cache)
     words = choose_prompt("random-words", tokenizer)
     ids = make_ids(words, model=model, tokenizer=tokenizer, tokens=options.prompt_tokens, seed=options.seed)[None]
@@ -82,9 +89,14 @@ def measure_profile(options: argparse.Namespace) -> None:
 
 
 def _read_cache_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The keywords of QAdACache that the user gave."""
+    """The keywords of QAdACache that the user gave. Errors as QAdACache raises them for any model."""
     given = {name: getattr(options, name) for name in ("moments", "threshold", "token_threshold", "tuned")}
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    tuned_choice.check_left_out(Options(**given))
+    _, other = split_sources(given.get("moments", CURRENT))
+    if other is not None and other not in PROMPTS:
+        KeyMoments.load(str(other))
+    return given
 
 
 def make_report(options: argparse.Namespace) -> None:
@@ -92,9 +104,10 @@ def make_report(options: argparse.Namespace) -> None:
     request = Request(
         _read_text(options.text, "--text"), options.text.name, options.ask, options.tokens, options.new_tokens
     )
+    cache = _read_cache_options(options)
     model, tokenizer = _load(options)
     name = Path(options.model).resolve().name if Path(options.model).exists() else options.model
-    page = report(model, tokenizer, request, name=name, **_read_cache_options(options)).encode()
+    page = report(model, tokenizer, request, name=name, **cache).encode()
     files.write(options.out, [page])
     print(f"wrote {options.out}, {len(page) / 2**20:.1f} MiB")
 
@@ -106,6 +119,7 @@ def choose_setting(options: argparse.Namespace) -> int:
     budget = tuning.Budget(options.kl if options.bytes is None else None, options.bytes)
     text = _read_text(options.text, "--text") if options.text else measuring.read_default_text()
     other = _read_text(options.confirm_text, "--confirm-text") if options.confirm_text else None
+    tuned_choice.check_folder()
     model, tokenizer = _load(options, "tokens", "following")
     pieces = measuring.cut_both(text, other, tokenizer, options.pieces, options.tokens, options.following)
     prepare(model, tokenizer)

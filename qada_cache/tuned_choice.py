@@ -6,6 +6,7 @@ model has only parts of them: these use no tuned setting.
 """
 
 import logging
+import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -65,6 +66,18 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
     with files.open_folder(FOLDER, make=True) as folder:
         files.write(path.name, tensor_file.encode(KIND, {}, state), folder=folder)
     return path
+
+
+def check_folder() -> None:
+    """Raise an OSError, if `keep` could not write to the user's cache folder, which is made if there is none."""
+    if not files.LOCKS:  # on Windows nothing is kept, and what was measured can be given by hand
+        return
+    try:
+        with files.open_folder(FOLDER, make=True) as folder:
+            files.write(".check", (), folder=folder)
+            os.unlink(".check", dir_fd=folder)
+    except OSError as error:
+        raise OSError(f"no choice could be kept in {files.find_home() / FOLDER}: {error}") from error
 
 
 def check_left_out(options: Options) -> None:

@@ -23,11 +23,13 @@ from eval.shared.texts import Document
 from eval.shared.ways import OWN, Way
 from qada_cache import QAdACache
 from qada_cache.models import attention_table, find_full_attention_layers
+from qada_cache.models.latent import find_latent_sizes
 from qada_cache.state.layer import find_adaptive_tokens
 from qada_cache.tuning.measuring import compare_logits
 from qada_cache.versions import pass_cache
 
 SPARE = 8  # tokens that an answer may have beside the expected ones: quotation marks, a word or two
+NEARLY_ONE = 1 - 1e-9  # a threshold that makes every head long-context; at 1 they would read everything
 WAY = ("model", "task", "length", "criterion", "moments", "rule", "threshold", "read")
 
 
@@ -125,6 +127,14 @@ def limit_reading(model: PreTrainedModel, tokens: str, *, sinks: int, window: in
 def make_exact_cache(model: PreTrainedModel, **options: Any) -> QAdACache:
     """One that reads everything, and from which forks of all ways can go on; `options` say what it holds."""
     return QAdACache(model, **{"moments": "current", **options, "token_threshold": 0.0, "threshold": 1.0})
+
+
+def make_coded_cache(model: PreTrainedModel, **options: Any) -> QAdACache:
+    """As `make_exact_cache`, but with tokens coded in the metric of the queries. A cache of latents that reads them all
+    has no such metric, so that of latents has a threshold of nearly 1 instead."""
+    if find_latent_sizes(model.config.get_text_config(decoder=True)) is None:
+        return make_exact_cache(model, **options)
+    return QAdACache(model, criterion="gaussian", threshold=NEARLY_ONE, token_threshold=0.0, **options)
 
 
 @torch.no_grad()

@@ -15,14 +15,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation.streamers import BaseStreamer
 
-from eval.shared.random_models import HYBRIDS, make_hybrid
+from eval.shared.random_models import HYBRIDS, make_hybrid, make_hybrid_config
+from qada_cache.models.latent import find_latent_sizes
+from qada_cache.models.loading import count_positions
 from qada_cache.versions import pass_cache
 
 DEFAULT = "smollm2"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LATENTS = "this command, with these options, does not serve latent attention"
 HELP = f"{DEFAULT}, a path or Hub repository, or a GGUF file (default: %(default)s)"
 
 
@@ -118,19 +129,41 @@ def answer(model: PreTrainedModel, ids: Tensor, cache: Cache, tokens: int, **mor
     )
 
 
+def read_config(name: str, *, tokens: int = 0, latents: bool = True) -> PreTrainedConfig:
+    """A model's config, by its name as for `load`, before weights are loaded.
+
+    Raises:
+        OSError, ValueError: there is no such model, it has latent attention and the command does not serve
+            `latents`, or it has fewer positions than `tokens`.
+    """
+    config = make_hybrid_config(name) if name in HYBRIDS else AutoConfig.from_pretrained(**find_source(name))
+    if not latents and find_latent_sizes(config.get_text_config(decoder=True)) is not None:
+        raise ValueError(LATENTS)
+    positions = count_positions(config)
+    if positions is not None and tokens > positions:
+        raise ValueError(f"{label(name)} has {positions} positions, fewer than the {tokens} tokens that are asked for")
+    return config
+
+
 def load(
-    name: str, *, dtype: str | torch.dtype = "auto", device: str = "cpu"
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str = "cpu",
+    tokens: int = 0,
+    latents: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model in eval mode, and its tokenizer; `name` as for `find_source`, or one of random weights of `HYBRIDS`.
 
     Raises:
-        OSError, ValueError: there is no such model, or it cannot be read.
+        OSError, ValueError: as `read_config`, or the model cannot be read.
     """
+    config = read_config(name, tokens=tokens, latents=latents)
     if name in HYBRIDS:  # which read any text that ids stand for
         return make_hybrid(name), AutoTokenizer.from_pretrained(**find_source(DEFAULT))
     where: dict[str, Any] = find_source(name)
     if "gguf_file" in where and dtype == "auto":
         dtype = torch.float32  # the weights' own type is a 4-bit one
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=dtype).to(device).eval()
     return model, tokenizer

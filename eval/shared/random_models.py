@@ -8,6 +8,7 @@ from transformers import (
     DeepseekV2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -53,12 +54,16 @@ HYBRIDS = {
 }
 
 
-def make_hybrid(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """A float32 model of `HYBRIDS` in eval mode, as its class draws weights; no token ends a text."""
+def make_hybrid_config(name: str) -> PreTrainedConfig:
+    """A config of `HYBRIDS`; no token ends a text."""
     kind, sizes = HYBRIDS[name]
+    return AutoConfig.for_model(kind, **sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
+
+
+def make_hybrid(name: str, *, seed: int = 0) -> PreTrainedModel:
+    """A float32 model of `HYBRIDS` in eval mode, as its class draws weights."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_config(make_hybrid_config(name), dtype=torch.float32).eval()
 
 
 def _make_config(name: str, *, dtype: torch.dtype, positions: int) -> LlamaConfig:

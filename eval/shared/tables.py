@@ -11,26 +11,22 @@ from typing import Any
 from qada_cache.machine import describe_machine
 
 Rows = list[dict[str, str]]
+NEAR = 128  # tokens that a cache always reads by default, sinks and window
 
 
-def new_file(path: str) -> Path:
-    """One to be written, of a command line."""
-    if not (found := Path(path)).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {found.parent}")
-    if found.is_dir():
-        raise argparse.ArgumentTypeError(f"{found} is a folder, name a file in it")
-    return found
-
-
-def growing_table(column: str) -> Callable[[str], Path]:
-    """The argument type of a table that a command writes, or adds rows to. It refuses a file without the command's
-    `column`, so that neither another command's table nor other text is written over."""
+def table_of(*columns: str) -> Callable[[str], Path]:
+    """The argument type of a table that a command writes, or adds rows to; all its versions had these `columns`. It
+    refuses a file without them, so that neither another command's table nor other text is written over."""
 
     def check(path: str) -> Path:
-        if (table := new_file(path)).exists():
+        if not (table := Path(path)).parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {table.parent}")
+        if table.is_dir():
+            raise argparse.ArgumentTypeError(f"{table} is a folder, name a file in it")
+        if table.exists() and table.stat().st_size:
             with table.open(encoding="utf-8", errors="replace") as file:
                 header = file.readline(10_000).strip()
-            if header and not {column, "machine"} <= set(header.split(",")):
+            if not set(columns) <= set(header.split(",")):
                 raise argparse.ArgumentTypeError(f"{table} exists, and is no table of this command")
         return table
 
@@ -69,7 +65,15 @@ def to_count(text: str) -> int:
     return value
 
 
+def to_length(text: str) -> int:
+    """A text's tokens, of a command line: sinks and window, two others at least, and the last token, which asks."""
+    if (value := int(text)) <= NEAR + 2:
+        raise ValueError
+    return value
+
+
 to_share.__name__, to_count.__name__ = "share (a number in [0, 1])", "count (a whole number above 0)"
+to_length.__name__ = f"length (a whole number above {NEAR + 2})"
 to_amount.__name__ = "amount (a number, not negative)"  # which argparse names
 
 

@@ -138,24 +138,24 @@ class Peak:
         return self._read_highest() - self._resident if self._watched else 0
 
 
-def add_options(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
-    """Give it the options that all these commands have; what adds more."""
+def add_options(parser: argparse.ArgumentParser, *columns: str) -> Callable[..., argparse.Action]:
+    """Give it the options that all these commands have; what adds more. `columns` are as for `tables.table_of`."""
     add = parser.add_argument
     add("--model", default="llama-3.2-1b", help=f"{MODEL_HELP} (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default: %(default)s)")
     add_device(parser)
     add("--seed", type=int, default=0, help="(default: %(default)s)")
-    add("--out", type=tables.new_file, help="CSV table to write")
+    add("--out", type=tables.table_of(*columns), help="CSV table to write")
     return add
 
 
 def load_model(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, *, tokens: int
+    parser: argparse.ArgumentParser, options: argparse.Namespace, *, tokens: int, latents: bool = True
 ) -> tuple[PreTrainedModel, Callable, PreTrainedTokenizerBase | None]:
-    """As `workloads.load`, for contexts of up to `tokens` tokens; ends the program where there is no such model."""
-    dtype = getattr(torch, options.dtype)
+    """As `workloads.load`; ends the program where that raises."""
+    dtype, device = getattr(torch, options.dtype), torch.device(options.device)
     with check_loading(parser):
-        return load(options.model, dtype=dtype, device=torch.device(options.device), positions=tokens + 1024)
+        return load(options.model, dtype=dtype, device=device, tokens=tokens, latents=latents)
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]], **everywhere: object) -> None:

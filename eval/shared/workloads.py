@@ -139,17 +139,21 @@ def read_work(
 
 
 def load(
-    name: str, *, dtype: torch.dtype, device: torch.device, positions: int
+    name: str, *, dtype: torch.dtype, device: torch.device, tokens: int, latents: bool = True
 ) -> tuple[PreTrainedModel, Callable, PreTrainedTokenizerBase | None]:
-    """A geometry by its name, or a pretrained model (`language_model`); what makes its `Work`; its tokenizer, if any.
+    """A geometry by its name, with positions for contexts of `tokens`, or a pretrained model (`language_model`); what
+    makes its `Work`; its tokenizer, if any.
 
     Raises:
-        OSError, ValueError: there is no such model.
+        OSError, ValueError: as `language_model.read_config`.
     """
+    if name in LATENT_GEOMETRIES and not latents:
+        raise ValueError(language_model.LATENTS)
     if name in GEOMETRIES or name in LATENT_GEOMETRIES:
-        return make_model(name, dtype=dtype, device=device, positions=positions), make_random_work, None
+        return make_model(name, dtype=dtype, device=device, positions=tokens + 1024), make_random_work, None
+    config = language_model.read_config(name, tokens=tokens, latents=latents)
     where = language_model.find_source(name)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=dtype).to(device).eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except (OSError, ValueError):

@@ -35,7 +35,7 @@ def report(
         ValueError: as `ask`.
         TypeError, ValueError, NotImplementedError, FileNotFoundError: as `QAdACache`.
     """
-    asked = ask(tokenizer, request, count_positions(model))
+    asked = ask(tokenizer, request, count_positions(model.config))
     prepare(model, tokenizer, **options)
     with tqdm(total=2 + 3 * request.new_tokens, unit="step") as bar:
         answers, cache, recorder, passes = _measure(model, tokenizer, asked, request.new_tokens, options, bar)

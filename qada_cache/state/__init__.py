@@ -56,12 +56,12 @@ def _describe_keyword(check: _Range | None = None, *, laid_out: bool = False, ou
 class Options:
     """Options of one cache; see `QAdACache` for their meaning and units, and for what is raised."""
 
-    threshold: float = field(metadata=_describe_keyword(_SHARE))
-    sink_tokens: int = field(metadata=_describe_keyword(_SINKS, laid_out=True))
-    local_tokens: int = field(metadata=_describe_keyword(_COUNT, laid_out=True))
-    criterion: str | StaticHeads = field(metadata=_describe_keyword())
-    update_moments: bool = field(metadata=_describe_keyword(_FLAG))
-    offloading: bool = field(metadata=_describe_keyword(_FLAG, laid_out=True, outputs=False))
+    threshold: float = field(default=THRESHOLD, metadata=_describe_keyword(_SHARE))
+    sink_tokens: int = field(default=16, metadata=_describe_keyword(_SINKS, laid_out=True))
+    local_tokens: int = field(default=128, metadata=_describe_keyword(_COUNT, laid_out=True))
+    criterion: str | StaticHeads = field(default="gaussian", metadata=_describe_keyword())
+    update_moments: bool = field(default=True, metadata=_describe_keyword(_FLAG))
+    offloading: bool = field(default=True, metadata=_describe_keyword(_FLAG, laid_out=True, outputs=False))
     group_rule: str = field(default="any", metadata=_describe_keyword())
     audit_every: int = field(default=0, metadata=_describe_keyword(_COUNT, outputs=False))
     device_budget: int | float | str = field(default=0, metadata=_describe_keyword(laid_out=True, outputs=False))

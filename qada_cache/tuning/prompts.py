@@ -61,9 +61,10 @@ def find_thresholds(model: PreTrainedModel) -> tuple[float, ...]:
 
 
 @torch.inference_mode()
-def check_selects(model: PreTrainedModel, prompt: Tensor) -> None:
-    """Raise ValueError unless `prefill_threshold` changes how this model reads a prompt `[1, tokens]` here."""
-    cache = QAdACache(model, prefill_threshold=find_thresholds(model)[0])
+def check_selects(model: PreTrainedModel, prompt: Tensor, **options: Any) -> None:
+    """Raise ValueError unless `prefill_threshold` changes how this model reads a prompt `[1, tokens]` here, under these
+    `options` of `QAdACache`."""
+    cache = QAdACache(model, prefill_threshold=find_thresholds(model)[0], **options)
     fewest = find_fewest(sinks=cache.options.sink_tokens, window=cache.options.window)
     if find_inputs_device(model).type == "cuda":
         fewest = MIN_TOKENS

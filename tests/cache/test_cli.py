@@ -12,7 +12,7 @@ import pytest
 import torch
 from byte_tokenizer import tokenizer
 from readable import readable_model
-from transformers import AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration
+from transformers import AutoTokenizer, BloomConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from qada_cache import KeyMoments, QAdACache, __version__
 from qada_cache.__main__ import main
@@ -113,6 +113,40 @@ def test_an_empty_text_is_not_our_article(content: str, tmp_path: Path, capsys: 
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("command", ["profile", "report"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threshold", "2"], r"threshold must be in \[0, 1\], got 2.0"),
+        (["--token-threshold", "nan"], "token_threshold must be finite and not negative, got nan"),
+        (["--tuned", "--threshold", "0.5"], "tuned=True takes token_threshold and threshold from qada tune"),
+        (["--moments", "current+"], "two moments must be"),
+        (["--moments", "current+poem"], "poem"),
+    ],
+)
+def test_options_of_the_cache_are_refused_before_a_model_is_loaded(
+    command: str, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is none of this name."""
+    asked = ["--text", FILE, "--ask", "why", "--out", str(tmp_path / "page.html")] if command == "report" else []
+    assert main([command, "nowhere.gguf", *asked, *arguments]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"qada {command}: .*{message}", error)
+
+
+def test_positions_are_counted_before_weights_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rope scaling of some kinds adds to those that the config names."""
+    model = shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert main(["profile", str(model), "--prompt-tokens", "32768", "--new-tokens", "1"]) == 1
+    assert capsys.readouterr().err == (
+        "qada profile: --prompt-tokens and --new-tokens come to 32769 tokens, and the model has 32768 positions\n"
+    )
+    for kind, factor, positions in (("yarn", 4.0, 8192), ("dynamic", 2.0, 4096), ("linear", 2.0, 2048)):
+        rope = {"rope_type": kind, "factor": factor, "rope_theta": 1e4}
+        assert loading.count_positions(LlamaConfig(max_position_embeddings=2048, rope_parameters=rope)) == positions
+    assert loading.count_positions(BloomConfig()) is None
+
+
 def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["profile", "one", "--model", "other"])
@@ -154,7 +188,7 @@ def test_damaged_files_are_one_line(
     """Libraries raise errors of their own for them."""
     model = shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (model / file).write_bytes(content)
-    assert main(["profile", str(model)]) == 1
+    assert main(["profile", str(model), "--prompt-tokens", "300"]) == 1
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qada profile: ")]
     assert len(error) == 1
     assert re.search(f"cannot load the model '{re.escape(str(model))}': .*{said}", error[0])

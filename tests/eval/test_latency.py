@@ -29,6 +29,7 @@ def test_first_token(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.Mon
             return build(*given)
 
     monkeypatch.setattr(building, "_load", build_at_home)
+    monkeypatch.setattr(latency, "check_selects", lambda *_, **__: None)  # prompts are too short for it
     assert latency.main(["prompt", *TINY, "--rounds", "1", "--prefill", "3", "--out", str(table)]) == 0
     assert os.environ.get("QADA_HOME") == before
     assert collected == ["random-tokens"]
@@ -54,6 +55,14 @@ def test_turns(tmp_path: Path) -> None:
             mine, theirs = took[(row["method"], *turn)], took[(other, *turn)]
             least, most = (mine - ROUNDED) / (theirs + ROUNDED), (mine + ROUNDED) / (theirs - ROUNDED)
             assert least - 0.0051 <= float(row[column]) <= most + 0.0051
+
+
+def test_prompts_that_are_read_exactly_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their row would say that they are read by selection."""
+    with pytest.raises(SystemExit, match="2"):
+        latency.main(["prompt", *TINY, "--prefill", "0", "3", "--out", str(tmp_path / "t.csv")])
+    assert "error: --prefill: a prompt of 200 tokens is read exactly" in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

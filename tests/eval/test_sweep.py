@@ -173,6 +173,24 @@ def test_recorded_truth_and_estimates(tmp_path: Path) -> None:
             assert float(row[column]) == pytest.approx(float(expected), abs=2e-3), (column, layer, head)
 
 
+@pytest.mark.usefixtures("own_tasks")
+@pytest.mark.parametrize("command", [sweep, heads])
+def test_lengths_without_prompts(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A task that cannot be so short, or whose prompts are read whole, is named before the model is loaded."""
+    arguments = ["--model", str(needle.FOLDER), "--tasks", "needle", "--limit", "2", "--out", str(tmp_path / "t.csv")]
+    monkeypatch.setattr(lm_tasks, "NEAR", 700)
+    for lengths, said in (
+        (["1024", "140"], "140: 48 facts need at least 193 tokens"),
+        (["600"], "600: its prompts are sinks"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.main([*arguments, "--lengths", *lengths])
+        assert f"error: --tasks needle --lengths {said}" in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tokenizer_of_a_gguf_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks that do not know the file's name find it in a folder."""
     asked: list[tuple[str, str]] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +208,26 @@ def test_what_cannot_be_kept_is_said(
     monkeypatch.setattr(tuning.tuned_choice, "keep", refuse)
     assert run(named, "--kl", "50") == 1
     assert "The choice cannot be kept (the folder belongs to another user)." in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is kept there")
+@pytest.mark.parametrize("kind", ["file", "of others", "read-only"])
+def test_a_folder_that_cannot_be_written_to_is_found_first(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No model is loaded."""
+    place = tmp_path / "home"
+    if kind == "file":
+        place.write_text("")
+    else:
+        place.mkdir()
+        place.chmod(0o777 if kind == "of others" else 0o500)
+    if kind == "read-only" and os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    monkeypatch.setenv("QADA_HOME", str(place))
+    assert main(["tune", "nowhere.gguf", *SIZES]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"qada tune: .*{re.escape(str(place / 'moments'))}: ", error)
 
 
 def test_a_picture_that_cannot_be_drawn_costs_no_choice(
