@@ -57,8 +57,8 @@ from eval.shared.texts import (
     CODE,
     PROSE,
     Document,
+    ask_as,
     is_continued,
-    make_question_dense,
     read_code,
     read_prose,
     read_task_documents,
@@ -215,14 +215,6 @@ def check_lengths(
                 parser.error(f"--lengths: no text has {length} tokens and {options.following} after them")
         except ValueError as error:
             parser.error(f"--tasks {task} --lengths {length}: {error}")
-
-
-def ask_as(document: Document, protocols: list[str]) -> list[Document]:
-    """The document once for each of `protocols` that applies to it, the one that reads least of it exactly first."""
-    if document.question == 1:
-        return [document]
-    by_protocol = {"sparse": document, "dense": make_question_dense(document)}
-    return [by_protocol[protocol] for protocol in ("sparse", "dense") if protocol in protocols]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -83,6 +83,14 @@ def make_question_dense(document: Document) -> Document:
     return replace(document, task=document.task.removesuffix(SPARSE), question=1)
 
 
+def ask_as(document: Document, protocols: list[str]) -> list[Document]:
+    """The document once for each of `protocols` that applies to it, the one that reads least of it exactly first."""
+    if document.question == 1:
+        return [document]
+    by_protocol = {"sparse": document, "dense": make_question_dense(document)}
+    return [by_protocol[protocol] for protocol in ("sparse", "dense") if protocol in protocols]
+
+
 def is_continued(task: str) -> bool:
     """Whether documents of the task are pieces of text, rather than questions."""
     return task.partition(":")[0] in (PROSE, CODE)

@@ -200,7 +200,8 @@ def test_prompts_read_by_selection(question: int, monkeypatch: pytest.MonkeyPatc
     assert found[f"{kind} 0, 0", "dense"] == pytest.approx(0, abs=1e-6)
     read = 900 - question
     with torch.no_grad():
-        cache = QAdACache(model, moments="current", token_threshold=0.0, threshold=1.0, prefill_threshold=theta)
+        told = {"moments": known["random-tokens"], "token_threshold": 0.0, "threshold": 1.0}
+        cache = QAdACache(model, **told, prefill_threshold=theta)
         model(ids[:, :read], **pass_cache(cache))
         after = model(ids[:, read:-1], **pass_cache(cache)).logits[0, question - 1 :].double().log_softmax(-1)
         full = model(ids[:, :-1]).logits[0, 899:].double().log_softmax(-1)
@@ -225,8 +226,8 @@ def test_question_read_after_the_text(model: PreTrainedModel, known: Known) -> N
     )
     manager = SimpleNamespace(load=lambda names: {"tasks": {names[0]: made}})
     (asked,) = texts.read_task_documents("asked", tokenizer, length=300, count=1, manager=manager)  # type: ignore[arg-type]
-    parted, whole = trials.ask_as(asked, ["dense", "sparse"])
-    assert trials.ask_as(asked, ["dense"]) == [whole]
+    parted, whole = texts.ask_as(asked, ["dense", "sparse"])
+    assert texts.ask_as(asked, ["dense"]) == [whole]
     assert (whole.task, whole.question, parted.task) == ("asked", 1, "asked, sparse question")
     assert tokenizer.decode(parted.prompt[0, -parted.question :]).split() == words
     assert torch.equal(whole.prompt, parted.prompt)
@@ -238,7 +239,7 @@ def test_question_read_after_the_text(model: PreTrainedModel, known: Known) -> N
     ids = torch.cat([parted.prompt, parted.answer[:, :-1]], dim=1)
     with torch.no_grad():
         plain = model(ids).logits[0, -parted.answer.shape[1] :].log_softmax(dim=-1)
-    whole = trials.make_question_dense(parted)
+    whole = texts.make_question_dense(parted)
     for at_once in (True, False):
         for document in (parted, whole):
             trials.prefill(model, document, twin := cache.fork())
