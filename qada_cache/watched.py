@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from .attention import generation
 from .attention.pieces import compute_in_pieces, count_new
@@ -16,7 +16,7 @@ from .no_tensors import NoTensors
 from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, check_crop, find_selected_rows
 from .state.linear_states import count_writes, find_written, list_states
-from .state.other_layers import copy_layer, crop_layer
+from .state.other_layers import copy_layer, crop_layer, drop_tensors
 from .state.snapshots import EVERY, Snapshot, Snapshots
 from .storage.bulk import Bulk
 
@@ -136,10 +136,8 @@ class WatchedCache(NoTensors, DynamicCache):
         """Drop all tokens and counters."""
         self._shared.progress.changing = "reset"
         for layer in self.layers:
-            # In the oldest transformers supported, its layers keep their length on reset, unless the tensors go.
-            if isinstance(layer, DynamicLayer) and not isinstance(layer, QAdALayer):
-                layer.keys = layer.values = None
-                layer.is_initialized = False
+            if not isinstance(layer, QAdALayer):
+                drop_tensors(layer)
         super().reset()
         self._shared.progress = Progress()
         self._shared.rope_deltas.held = None

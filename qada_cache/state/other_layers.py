@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 
 def copy_layer(layer: Any) -> Any:
@@ -25,3 +25,15 @@ def crop_layer(layer: Any, tokens: int) -> None:
         )
     if not is_empty:
         layer.crop(tokens)
+
+
+def drop_tensors(layer: Any) -> None:
+    """Drop a layer's tensors before it is reset. Its own reset keeps linear states, which are of one number of rows; in
+    the oldest transformers supported it keeps the length of keys."""
+    if isinstance(layer, DynamicLayer):
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for kind in ("conv_states", "recurrent_states"):
+            for states, empty in ((getattr(layer, kind), None), (getattr(layer, f"is_{kind}_initialized"), False)):
+                states.update(dict.fromkeys(states, empty))

@@ -88,14 +88,15 @@ def interrupt(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_whole_passes(family: str) -> None:
-    """Several turns in calls of many, few and single tokens, then generation: as with DynamicCache."""
+    """Several turns in calls of many, few and single tokens, then generation of more rows: as with DynamicCache."""
     model, text = model_of(family), prompt(170)[0]
     cache, plain = exact(model), DynamicCache(config=model.config)
     got, wanted = (forced(model, text, [120, 30, 1], used) for used in (cache, plain))
     assert (got - wanted).abs().max() < 1e-3
     cache.reset()
-    wanted = generate(model, text, DynamicCache(config=model.config), tokens=12)
-    got = generate(model, text, cache, tokens=12)
+    rows = torch.cat([text, text.flip(1)])
+    wanted = generate(model, rows, DynamicCache(config=model.config), tokens=12)
+    got = generate(model, rows, cache, tokens=12)
     assert torch.equal(got.sequences, wanted.sequences)
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
 
