@@ -45,9 +45,9 @@ test-avx2: $(VENV)/.installed
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -m "not slow and not gpu"
 
 # Compiles the Triton kernels, which everywhere else their interpreter runs; then every method side by side. Some six
-# minutes of a large GPU.
+# minutes of a large GPU. Results come one by one, so that a run that is cut off says what failed.
 gpu: $(VENV)/.installed
-	TRITON_INTERPRET=0 $(RUN) -m pytest -m gpu -n 8
+	TRITON_INTERPRET=0 $(RUN) -m pytest -m gpu -n 8 -v
 	$(MAKE) tables/gpu_step-llama-3-8b-cuda.csv tables/first_token-llama-3-8b-cuda.csv tables/turns-llama-3-8b-cuda.csv
 
 check: check-python check-cpp
