@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, kernels
+from qada_cache.attention import joined
 from qada_cache.attention.exact import attend_exactly
 from qada_cache.kernels.operands import Query
 from qada_cache.key_moments import running
 from qada_cache.state.layer import QAdALayer
-from qada_cache.storage import bulk, transfers
+from qada_cache.storage import bulk, staging, transfers
 from qada_cache.storage.bulk import Bulk
 from qada_cache.versions import pass_cache
 
@@ -215,7 +216,8 @@ def test_prefill_peak_does_not_grow_with_layers(monkeypatch: pytest.MonkeyPatch)
 
 @on_gpu
 def test_chunk_peak_does_not_grow_with_the_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "STREAM_TOKENS", 4096)
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096 * 4 * (64 + 64) * 2)  # tokens of four heads, in bfloat16
+    monkeypatch.setattr(joined, "JOINED_BYTES", 0)  # as of a long bulk
     peaks = []
     for stored in (20_000, 400_000):
         keys, values = strided(stored)
