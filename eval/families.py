@@ -95,6 +95,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    "gemma4_text": {"global_head_dim": 2 * DIM},  # wider in layers of full attention, as in the models that there are
     "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 4},
     "gpt_bigcode": {"num_key_value_heads": 1},  # which its layers have whatever is said here
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
