@@ -139,6 +139,9 @@ class StepBuffers:
         }
         host = ("bulk_keys", "bulk_values") if pin else ()
         placed = {name: t.pin_memory() if name in host else t.to(device) for name, t in placed.items()}
+        if self.shared:  # a copy of a view is none
+            for name in ("near", "bulk"):
+                placed[f"{name}_values"] = placed[f"{name}_keys"][..., : placed[f"{name}_values"].shape[3]]
         sinks = {} if self.sink_logits is None else {"sink_logits": self.sink_logits.to(device)}
         return placed | sinks | {"scaling": self.scaling}
 
