@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 
 from ..state import Shared
 from ..state.layer import QAdALayer
@@ -16,23 +17,49 @@ class CudaGraph:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph, self._stream = device, torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Inside, launches are recorded into the graph, and not computed."""
+        """Inside, launches are recorded into the graph, and not computed. RuntimeError, if CUDA cannot record one."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._graph.capture_begin(capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield
-            finally:
-                self._graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # which says less than the error inside
+                    self._end()
+                raise
+            self._end()
         current.wait_stream(self._stream)
+
+    def _end(self) -> None:
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            _end_failed_capture(self._device, self._pool)
+            raise
 
     def replay(self) -> None:
         """Compute all launches on the current stream."""
         self._graph.replay()
+
+
+def _end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Free torch of a capture on the current stream that CUDA has ended with an error. Before torch 2.12 the allocator
+    takes it for one under way: then memory that several streams have used never comes back, and `empty_cache` raises.
+    The generator of random numbers takes it so as well, and raises at the next one, until another capture has ended."""
+    index = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # of a torch that has ended it itself
+        _cuda_endAllocateToPool(index, pool)
+        _cuda_releasePool(index, pool)
+    with contextlib.suppress(RuntimeError):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, dtype=torch.float32, device=device)  # torch warns of an empty graph
+        graph.capture_end()
 
 
 GRAPHS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraph}  # by the type of device
