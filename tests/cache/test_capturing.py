@@ -16,7 +16,7 @@ from qada_cache.decode_graph.capturing import CudaGraph
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a stand-in for CUDA is asked, of which a capture fails once."""
+    """A stand-in for CUDA writes here what it is asked. One capture of it fails."""
     asked: list[Any] = []
 
     class Graph:
