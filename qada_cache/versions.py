@@ -42,6 +42,7 @@ PRIVATE = {
     "compiled function": ("_torchdynamo_orig_callable",),
     "tensor": ("_version",),  # how often it was written to
     "torch": ("_C", "_dynamo", "_foreach_add_", "_foreach_copy_"),
+    "memory of CUDA": ("_cuda_endAllocateToPool", "_cuda_releasePool"),
     "module by accelerate": ("_hf_hook",),
     "model of lm-eval": ("_detect_batch_size",),
 }

@@ -6,7 +6,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 
 from ..state import Shared
 from ..state.layer import QAdALayer
@@ -52,9 +51,9 @@ def _end_failed_capture(device: torch.device, pool: Any) -> None:
     takes it for one under way: then memory that several streams have used never comes back, and `empty_cache` raises.
     The generator of random numbers takes it so as well, and raises at the next one, until another capture has ended."""
     index = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # of a torch that has ended it itself
-        _cuda_endAllocateToPool(index, pool)
-        _cuda_releasePool(index, pool)
+    with contextlib.suppress(RuntimeError, AttributeError):  # of a torch that has ended it itself
+        torch.cuda.memory._cuda_endAllocateToPool(index, pool)
+        torch.cuda.memory._cuda_releasePool(index, pool)
     with contextlib.suppress(RuntimeError):
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")

@@ -86,7 +86,8 @@ def hold(kind: str, tmp_path: Path) -> Any:
     if kind == "module by accelerate":
         cpu_offload(model, torch.device("cpu"))
     kinds = {"config": model.config, "torch": torch, "all modules": torch.nn.modules.module, "tensor": torch.ones(1)}
-    kinds |= {"table of models": AutoModel, "compiled function": torch.compile(lambda: None, backend="eager")}
+    kinds |= {"memory of CUDA": torch.cuda.memory, "table of models": AutoModel}
+    kinds |= {"compiled function": torch.compile(lambda: None, backend="eager")}
     return torch.compile(model, backend="eager") if kind == "compiled model" else kinds.get(kind, model)
 
 

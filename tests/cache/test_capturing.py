@@ -10,7 +10,6 @@ import pytest
 import torch
 from stand_in import on_gpu
 
-from qada_cache.decode_graph import capturing
 from qada_cache.decode_graph.capturing import CudaGraph
 
 
@@ -43,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        monkeypatch.setattr(capturing, name, lambda index, pool, name=name: asked.append((name, index, pool)))
+        monkeypatch.setattr(torch.cuda.memory, name, lambda index, pool, name=name: asked.append((name, index, pool)))
     return asked
 
 
@@ -67,7 +66,7 @@ def test_a_torch_that_has_ended_it_itself(calls: list[Any], monkeypatch: pytest.
     def refuse(*_: Any) -> None:
         raise RuntimeError("not recording to this pool")
 
-    monkeypatch.setattr(capturing, "_cuda_endAllocateToPool", refuse)
+    monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", refuse)
     with pytest.raises(RuntimeError, match="invalid"), CudaGraph(torch.device("cpu")).capture():
         pass
     assert calls == [("begin", "pool"), "end", ("begin", None), "end"]
