@@ -34,7 +34,7 @@ from eval.shared.deciding import compare, follow, format_with_error, make_exact_
 from eval.shared.language_model import DEFAULT, HELP, check_loading, label, load
 from eval.shared.peers import quantize
 from eval.shared.scaled_keys import TYPES, follow_scaled
-from eval.shared.tables import make_parser, report, table_of, to_amount, to_count, to_length
+from eval.shared.tables import NEAR, make_parser, report, table_of, to_amount, to_count, to_length
 from eval.shared.texts import Document, read_prose
 from eval.shared.ways import PROMPTS
 from qada_cache import KeyMoments
@@ -47,7 +47,8 @@ from qada_cache.state.layer import QAdALayer
 from qada_cache.state.observation import Observation
 
 FOLLOWING = 64  # tokens that are predicted of each text
-SINKS, WINDOW = 16, 112  # tokens, as a cache has them by default
+SINKS = 16  # tokens, as a cache has them by default, and the rest of what it always reads:
+WINDOW = NEAR - SINKS
 SAME = "16"
 # Keys and values: bits of the residual behind the sketch, and of values; "4 x 2" has two scales a token. Others' codes
 # for both: groups of 32, rotated or not, and of 64 with a least value as transformers' QuantizedCache has them.

@@ -72,16 +72,15 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
         return None
     if {*store.dtypes} != {states.dtype}:
         return None
-    select: Callable[..., Any] | None = _select_by_cpu(layer, key)
-    by_cpu = kernels == "auto" and states.is_cpu
-    if not by_cpu:  # asked before anything is joined
+    select: Callable[..., Any] | None = None
+    if by_cpu := kernels == "auto" and states.is_cpu:
+        sizes = states.shape[3], value.shape[3], states.dtype
+        if prompt.serves_sizes(*sizes) and selected_prompt.serves(states, value):
+            select = _select_by_cpu(layer, key)
+    else:  # asked before anything is joined
         past = min(store.lengths)
         length = max(past + key.shape[2], layer.shared.forward_pass.prompt_tokens)
         select = find_selected_attention(states, key, value, kernels, [length], past=past)
-    elif not (
-        prompt.serves_sizes(states.shape[3], value.shape[3], states.dtype) and selected_prompt.serves(states, value)
-    ):
-        return None
     if select is None:
         return None
     out = states.new_empty(*states.shape[:3], value.shape[3])

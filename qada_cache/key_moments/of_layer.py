@@ -41,11 +41,12 @@ class LayerMoments:
         last, self._key = self._key, None  # after an error in between, the pair is computed anew
         if last != key:
             pairs = moments.find_layer(layer, lengths, device, shard, sizes)
-            self._pair = pairs[0]
             if self._own:
                 with torch.inference_mode(False):  # they may be written to outside inference mode
                     means, covariances = zip(*pairs, strict=True)
                     self._pair = torch.cat(means), torch.cat(covariances)
+            else:
+                (self._pair,) = pairs
             self._flat = flatten(*self._pair)
         elif self._lengths != lengths:
             for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
