@@ -7,8 +7,9 @@ The host's own counts of a step are updated by `Step.advance`.
 
 A graph is valid as long as the tensors of all layers keep their addresses, so until the bulk grows. Turns and flushes
 do not end it. The first step after its end is computed without a graph. The second is a rehearsal: it computes in the
-tensors of `Places`, so that nothing is built or allocated while the third is captured. A cache's first replays are
-compared with the model's own results, as a model may compute with numbers on the host, which a replay does not update.
+tensors of `Places`, so that nothing is built or allocated while the third is captured. A decoder's first replays are
+compared with its own results, as a model may compute with numbers on the host, which a replay does not update. From
+then on, caches of this decoder compare nothing, and rehearse only where a capture fails without.
 No graph holds flushes, which go before a step, prompts, turns and other passes that `find_inputs` refuses.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..garbage import without_collecting
 from ..models import attends_twice, decoder_forward
 from ..models.latent import has_indexers
 from ..models.sharding import UNSHARDED
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 ROUNDING = 4  # times the dtype's eps
 MOST_EXACT = 1e-5
 COMPARED = 2  # replays: of the captured step, and of a step at another position
+_proven: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # decoders whose replays were compared, and were right
 Compute = Callable[..., Any]
 _TORCHS = "torch computes decode steps of this model, which no CUDA graph holds: cuda_graph=True has none"
 
@@ -133,8 +136,9 @@ class DecodeGraph:
                         warn_once(logger, _TORCHS)
                     return compute(**kwargs)
                 self._facts, self._places, self._lasting = facts, Places(step), Lasting(states)
-                with step.use(self._places):  # a rehearsal; without `position_ids` the decoder makes its own
-                    return compute(**self._replace_inputs(kwargs, inputs))
+                if decoder not in _proven:
+                    with step.use(self._places):  # a rehearsal; without `position_ids` the decoder makes its own
+                        return compute(**self._replace_inputs(kwargs, inputs))
             self._places.write(step)
         assert self._places is not None
         assert self._lasting is not None
@@ -148,8 +152,8 @@ class DecodeGraph:
                     store.bulk.find_in_place()
         if self._graph is None and not self._capture(cache.layers, decoder, compute, kwargs, step):
             return compute(**kwargs)
-        if self._compared < COMPARED:
-            return self._compare(compute, kwargs, step)
+        if decoder not in _proven:
+            return self._compare(decoder, compute, kwargs, step)
         assert self._result is not None
         step.shared.progress.changing = "a replayed step"
         self._graph.replay()
@@ -190,7 +194,12 @@ class DecodeGraph:
         host_state = HostState(layers, step.shared)
         graph = GRAPHS[step.device.type](step.device)
         try:
-            with step.use(self._places), self._lasting.write(LayerStates(layers)), graph.capture():
+            with (
+                step.use(self._places),
+                self._lasting.write(LayerStates(layers)),
+                without_collecting(),  # a cache that is freed asks its stream for its state, which ends a capture
+                graph.capture(),
+            ):
                 result = compute(**self._replace_inputs(kwargs, self._places.inputs))
                 others = {name for name in result if name not in ("last_hidden_state", *CACHE_NAMES)}
                 if others:
@@ -201,16 +210,20 @@ class DecodeGraph:
                 _add_local([each.take_flags() for each in counters], sums)
                 self._places.advance()
         except Exception as error:  # whatever a driver, a kernel or the model itself raises while it is captured
-            self._fail(f"{type(error).__name__}: {error}".partition("\n")[0])
+            if decoder in _proven:  # this cache may have needed a rehearsal
+                _proven.discard(decoder)
+                self.forget()
+            else:
+                self._fail(f"{type(error).__name__}: {error}".partition("\n")[0])
             return False
         finally:
             host_state.restore()
         self._graph, self._result, self._model = graph, (type(result), result.last_hidden_state), model
         return True
 
-    def _compare(self, compute: Compute, kwargs: dict[str, Any], step: Step) -> Any:
-        """Returns what `compute(**kwargs)` returns, and drops the graph if a replay of the same step returns something
-        else. Waits for the device."""
+    def _compare(self, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step) -> Any:
+        """Returns what the decoder's `compute(**kwargs)` returns, and drops the graph if a replay of the same step
+        returns something else. Waits for the device."""
         assert self._result is not None
         assert self._lasting is not None
         written = [each for asker in step.askers for each in asker.counters.on_device] + self._lasting.tensors
@@ -225,6 +238,8 @@ class DecodeGraph:
         error = ((hidden.float() - expected.float()).norm() / expected.float().norm()).item()
         if error <= max(ROUNDING * torch.finfo(expected.dtype).eps, MOST_EXACT):
             self._compared += 1
+            if self._compared >= COMPARED:
+                _proven.add(decoder)
         else:
             self._fail(f"replays are off by {error:.2g}, as the model goes by numbers that its inputs do not tell")
         return computed

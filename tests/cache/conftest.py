@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import quick_kernel
 from recorded_graph import RecordedGraph
 from stand_in import GPU
 
-from qada_cache import storage
+from qada_cache import decode_graph, storage
 from qada_cache.attention import plan
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.kernels import choice
@@ -21,6 +23,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(storage, "PENDING_TOKENS", 9)
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(RecordedGraph, "replays", 0)
+    monkeypatch.setattr(decode_graph, "_proven", weakref.WeakSet())  # tests share models
     if request.param == "cpu":
         monkeypatch.setitem(GRAPHS, "cpu", RecordedGraph)
         quick_kernel.serve(monkeypatch)

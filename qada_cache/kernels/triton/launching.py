@@ -1,10 +1,9 @@
 """Launches of compiled kernels without Triton's own lookup, which takes the host longer than the launch."""
 
 import contextlib
-import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
+from ...garbage import without_collecting
 from ..operands import Rows
 
 # In older Pythons, a thread in which garbage is collected while it makes a syntax tree breaks other threads' trees
@@ -79,22 +79,10 @@ def compile_together(launches: list[Launch]) -> None:
     new = [each for each in launches if isinstance(each[1], JITFunction)]  # the interpreter's are none
     if not new:
         return
-    collects = contextlib.nullcontext() if TREES_ARE_APART else _without_collecting()
+    collects = contextlib.nullcontext() if TREES_ARE_APART else without_collecting()
     with collects, ThreadPoolExecutor(len(new)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for of_kernel, kernel, grid, args in new:  # the launch of one that cannot be compiled says why
             kernel.warmup(*args, grid=grid, **of_kernel.constants)
-
-
-@contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Inside, no garbage is collected by itself, in any thread."""
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collected:
-            gc.enable()
 
 
 def _is_hooked() -> bool:
