@@ -31,6 +31,7 @@ from ..state.layer import QAdALayer
 from ..storage.transfers import find_reader
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
+from .counting import add_local, make_sums
 from .inputs import find_inputs
 from .lasting import Lasting, LayerStates, can_last
 from .model_state import ModelState
@@ -100,6 +101,8 @@ class DecodeGraph:
         self._facts: Any = None  # decoder, plans, places of moments: what the graph depends on, beside shapes
         self._lasting: Lasting | None = None  # state of transformers' own layers
         self._model: ModelState | None = None  # the model's state when the graph was captured
+        self._counts: list[Tensor] = []  # what a replay adds to, and what that was before the last one
+        self._counts_before: list[Tensor] = []
         self._stream: Any = None  # the stream of the last replay
 
     def run(self, cache: Any, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
@@ -122,7 +125,7 @@ class DecodeGraph:
             followed = False
         # Whether the last replay has written all that this one reads, but `inputs`.
         same = step is not None and followed and step.keeps_moments and step.takes(inputs)
-        prepared = same and not self._is_model_changed
+        prepared = same and not self._is_model_stale
         if step is None or not prepared:
             step, self._step = Step(layers, inputs), None
             if step.numbers["decisions"] != step.stores[0].batch:
@@ -157,6 +160,11 @@ class DecodeGraph:
         assert self._result is not None
         step.shared.progress.changing = "a replayed step"
         self._graph.replay()
+        if self._undoes and prepared and self._is_model_changed:  # found while the device computes
+            torch._foreach_copy_(self._counts, self._counts_before)
+            step.shared.progress.changing = ""
+            self.forget()
+            return compute(**kwargs)
         step.advance()
         for layer in states.sliding:
             layer.cumulative_length += 1
@@ -164,6 +172,16 @@ class DecodeGraph:
         self._step = step
         kind, hidden = self._result
         return kind(last_hidden_state=hidden.clone(), **{CACHE: decoder_forward.find_cache(kwargs)})
+
+    @property
+    def _undoes(self) -> bool:
+        """Whether a replay can be undone: all that it changes and a pass would not write again are counts."""
+        return self._lasting is not None and not self._lasting.tensors
+
+    @property
+    def _is_model_stale(self) -> bool:
+        """Whether the model has changed, as far as it must show before a replay."""
+        return self._model is not None and (self._model.is_moved if self._undoes else self._model.is_changed)
 
     @property
     def _is_model_changed(self) -> bool:
@@ -186,11 +204,14 @@ class DecodeGraph:
             self._fail("its modules have hooks or adapters: cuda_graph=True has one if these stay as they are")
             return False
         counters = [asker.counters for asker in step.askers]
-        sums = _make_sums(step)
+        sums = make_sums(step)
         for each, layer_sums in zip(counters, sums, strict=True):
             each.count_replays(*layer_sums)
         for store in step.stores:
             store.bulk.synchronize()
+        counts = [each for own in counters for each in own.on_device]
+        with torch.inference_mode(False):  # a replay may write to them outside inference mode
+            before = [torch.empty_like(each) for each in counts]
         host_state = HostState(layers, step.shared)
         graph = GRAPHS[step.device.type](step.device)
         try:
@@ -200,6 +221,7 @@ class DecodeGraph:
                 without_collecting(),  # a cache that is freed asks its stream for its state, which ends a capture
                 graph.capture(),
             ):
+                torch._foreach_copy_(before, counts)
                 result = compute(**self._replace_inputs(kwargs, self._places.inputs))
                 others = {name for name in result if name not in ("last_hidden_state", *CACHE_NAMES)}
                 if others:
@@ -207,7 +229,7 @@ class DecodeGraph:
                 after = LayerStates(layers)
                 if not after.keeps_shapes or not self._lasting.fits(after):
                     raise NotImplementedError("what its linear or sliding layers hold is of another kind after a pass")
-                _add_local([each.take_flags() for each in counters], sums)
+                add_local([each.take_flags() for each in counters], sums)
                 self._places.advance()
         except Exception as error:  # whatever a driver, a kernel or the model itself raises while it is captured
             if decoder in _proven:  # this cache may have needed a rehearsal
@@ -219,6 +241,7 @@ class DecodeGraph:
         finally:
             host_state.restore()
         self._graph, self._result, self._model = graph, (type(result), result.last_hidden_state), model
+        self._counts, self._counts_before = counts, before
         return True
 
     def _compare(self, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step) -> Any:
@@ -226,12 +249,11 @@ class DecodeGraph:
         returns something else. Waits for the device."""
         assert self._result is not None
         assert self._lasting is not None
-        written = [each for asker in step.askers for each in asker.counters.on_device] + self._lasting.tensors
-        before = [each.clone() for each in written]
+        before = [each.clone() for each in self._lasting.tensors]
         step.shared.progress.changing = "a replayed step"
         self._graph.replay()
         hidden = self._result[1].clone()
-        torch._foreach_copy_(written, before)
+        torch._foreach_copy_(self._counts + self._lasting.tensors, self._counts_before + before)
         step.shared.progress.changing = ""
         computed = compute(**kwargs)
         expected = computed.last_hidden_state
@@ -263,25 +285,3 @@ def _flush(step: Step) -> None:
         for asker in layer.askers:
             asker.drop_old_plans(store.version)
     step.shared.progress.changing = ""
-
-
-def _make_sums(step: Step) -> list[tuple[Tensor, Tensor]]:
-    """Sums that a graph adds decisions to, all zero: for each asker `[kv_heads, group]` and `[kv_heads]`, int64, as
-    `Counters.count_replays` takes them."""
-    sizes = [(asker.plan.queries[1], asker.plan.operands.kv_heads) for asker in step.askers]
-    with torch.inference_mode(False):  # they may be added to outside inference mode
-        by_head = [
-            torch.zeros(kv_heads, heads // kv_heads, dtype=torch.int64, device=step.device) for heads, kv_heads in sizes
-        ]
-        return [(each, each.new_zeros(len(each))) for each in by_head]
-
-
-def _add_local(flags: list[Tensor], sums: list[tuple[Tensor, Tensor]]) -> None:
-    """Count local decisions, False in `flags` `[batch, kv_heads, group, 1]` of each asker, into its sums. Askers of the
-    same shape are counted at once."""
-    for shape in dict.fromkeys(each.shape for each in flags):
-        alike = [(each, its_sums) for each, its_sums in zip(flags, sums, strict=True) if each.shape == shape]
-        local = ~torch.stack([each for each, _ in alike])  # [layers, batch, kv_heads, group, 1]
-        heads, groups = local.sum(dim=(1, 4)), local.all(dim=3).sum(dim=(1, 3))
-        torch._foreach_add_([by_head for _, (by_head, _) in alike], list(heads.unbind()))
-        torch._foreach_add_([by_kv_head for _, (_, by_kv_head) in alike], list(groups.unbind()))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+SAMPLED = 8  # of so many weights, one is looked at before a replay; a decoder's layer has as many or more
 _MODULE = nn.modules.module
 _GLOBAL_HOOKS: tuple[Any, ...] = (_MODULE._global_forward_hooks, _MODULE._global_forward_pre_hooks)  # for all modules
 
@@ -15,7 +16,8 @@ _GLOBAL_HOOKS: tuple[Any, ...] = (_MODULE._global_forward_hooks, _MODULE._global
 class ModelState:
     """A decoder's modules, parameters and buffers at one moment. It has references to these, but not to the decoder.
 
-    Every replay compares them with the present ones while the device waits, so this is done by Python's iterators.
+    Every replay compares them with the present ones, by Python's iterators. They lie in no cache of the processor, so
+    to look at all takes as long as the rest of the host's work: `is_moved` looks at few.
     """
 
     def __init__(self, decoder: nn.Module, *, watches_hooks: bool, forget: Callable[[], None]) -> None:
@@ -30,6 +32,7 @@ class ModelState:
         self._contents = list(chain.from_iterable(self._views))
         self._weights = [each for each in self._contents if isinstance(each, Tensor)]
         self._addresses = list(map(Tensor.data_ptr, self._weights))
+        self._few = self._weights[::SAMPLED], self._addresses[::SAMPLED]
         method = weakref.WeakMethod(forget)  # weak, as the method's owner refers to this object
         self._end = weakref.ref(decoder, lambda _: (alive := method()) and alive())
 
@@ -37,6 +40,12 @@ class ModelState:
     def has_hooks(self) -> bool:
         """Whether a module has a hook or a `forward` of its own, with `watches_hooks`; else False."""
         return any(self._hooks) or any(map(contains, self._attributes, repeat("forward")))
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether one of some weights, of every layer, lies elsewhere: what a replay would read may be nobody's now."""
+        weights, addresses = self._few
+        return list(map(Tensor.data_ptr, weights)) != addresses
 
     @property
     def is_changed(self) -> bool:
