@@ -16,7 +16,7 @@ from .latent_records import count_own_words
 # compiled anew when the bulk grows.
 SPLIT_TOKENS, MAX_SPLITS = 256, 128
 # Where tokens are selected, few of a split are read: to begin and to end take most of a program's time. So there are
-# no more programs than a device runs at once, if these are `FEWEST_SPLITS` of a bulk.
+# no more programs than a device runs at once, if these are `FEWEST_SPLITS` of a bulk, or several times as many.
 SELECTED_TOKENS, SELECTED_SPLITS, FEWEST_SPLITS = 1024, 64, 8
 SELECTED_WARPS = 4
 REGISTERS, MOST_CORES = 65536, 132  # of a multiprocessor, by which programs run at once; of an H100
@@ -55,11 +55,12 @@ SELECTED_STAGES = 5  # half of them fetch indices: as many keys and values are i
 
 def count_splits(capacity: int, at_least: int, at_most: int, groups: int, device: torch.device, compiled: dict) -> int:
     """Into how many splits of `at_least` tokens a bulk is cut: `at_most`, and so many that the programs of all `groups`
-    run at once."""
+    fill the device once, or as often as it takes for `FEWEST_SPLITS`: a last round of few takes as long as a full
+    one."""
     cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MOST_CORES
     resident = REGISTERS // (32 * compiled.get("num_warps", 4) * (compiled["maxnreg"] or MOST_REGISTERS))
-    at_once = max(FEWEST_SPLITS, resident * cores // groups)
-    return min(triton.cdiv(capacity, at_least), at_most, at_once)
+    rounds = triton.cdiv(FEWEST_SPLITS * groups, resident * cores)
+    return min(triton.cdiv(capacity, at_least), at_most, rounds * resident * cores // groups)
 
 
 def pad(size: int) -> int:
