@@ -106,6 +106,14 @@ def test_on_a_gpu() -> None:
             row = one(made, cache=cache, tokens=tokens, batch=batch)
             parts = [row[name] for name in kernels] if row["local_us"] else [row["attention_us"]]
             assert cell == f"{row['kernels_ms']} ({' + '.join(f'{round_half_up(part)}' for part in parts)})"
+    clock = [
+        one(made, cache=cache, tokens=tokens, batch=batch)["mean_ms"]
+        for tokens, batch in shapes.values()
+        for cache in ("device, 16 bits", "ideal dense")
+    ]
+    _, _, by_clock = section.partition("By the clock")
+    said = re.findall(r"\b\d+\.\d\d\b", by_clock.partition("\n\n")[0])
+    assert said == clock
     for tokens in ("16", "64", "256"):
         methods = "QAdACache, device, 16 bits", "QAdACache"
         rows = [one(turns, method=method, tokens="8192", turn=tokens) for method in methods]
