@@ -48,33 +48,34 @@ def copy_kernel(
     p_source_5, p_target_5, s_row_5, s_head_5, s_token_5, t_row_5, t_head_5, t_token_5, tokens_5,
     VECTOR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program a (share of all runs' blocks, head, row); a run's source is None where there are fewer."""
+    """One program a (share of all runs' blocks, head, row). Where there are fewer runs, the others have no tokens:
+    Triton would compile anew for each number of runs."""
     i_block, i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_block = copy_run(
         p_source_0, p_target_0, s_row_0, s_head_0, s_token_0, t_row_0, t_head_0, t_token_0, tokens_0,
         i_block, i_head, i_row, VECTOR, D, BLOCK_D, BLOCK_N,
     )  # fmt: skip
-    if p_source_1 is not None:
+    if tokens_1 > 0:
         i_block = copy_run(
             p_source_1, p_target_1, s_row_1, s_head_1, s_token_1, t_row_1, t_head_1, t_token_1, tokens_1,
             i_block, i_head, i_row, VECTOR, D, BLOCK_D, BLOCK_N,
         )  # fmt: skip
-    if p_source_2 is not None:
+    if tokens_2 > 0:
         i_block = copy_run(
             p_source_2, p_target_2, s_row_2, s_head_2, s_token_2, t_row_2, t_head_2, t_token_2, tokens_2,
             i_block, i_head, i_row, VECTOR, D, BLOCK_D, BLOCK_N,
         )  # fmt: skip
-    if p_source_3 is not None:
+    if tokens_3 > 0:
         i_block = copy_run(
             p_source_3, p_target_3, s_row_3, s_head_3, s_token_3, t_row_3, t_head_3, t_token_3, tokens_3,
             i_block, i_head, i_row, VECTOR, D, BLOCK_D, BLOCK_N,
         )  # fmt: skip
-    if p_source_4 is not None:
+    if tokens_4 > 0:
         i_block = copy_run(
             p_source_4, p_target_4, s_row_4, s_head_4, s_token_4, t_row_4, t_head_4, t_token_4, tokens_4,
             i_block, i_head, i_row, VECTOR, D, BLOCK_D, BLOCK_N,
         )  # fmt: skip
-    if p_source_5 is not None:
+    if tokens_5 > 0:
         i_block = copy_run(
             p_source_5, p_target_5, s_row_5, s_head_5, s_token_5, t_row_5, t_head_5, t_token_5, tokens_5,
             i_block, i_head, i_row, VECTOR, D, BLOCK_D, BLOCK_N,
@@ -121,6 +122,6 @@ def copy_tokens(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) ->
                     arguments += of_row // vector, of_head // vector, of_token // vector
                 arguments.append(tokens := target.shape[2])
                 blocks += -(-tokens // block)
-            arguments += [None, None, 0, 0, 0, 0, 0, 0, 0] * (RUNS - len(now))
+            arguments += [*arguments[:2], 0, 0, 0, 0, 0, 0, 0] * (RUNS - len(now))
             programs = min(blocks, max(1, HOST_PROGRAMS // (batch * heads))) if on_host else blocks
-            launches.launch(copy_kernel, (programs, heads, batch), (device, len(now)), *arguments)
+            launches.launch(copy_kernel, (programs, heads, batch), (device,), *arguments)
