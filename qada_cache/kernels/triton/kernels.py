@@ -31,9 +31,11 @@ INTERPRETED = triton.knobs.runtime.interpret  # decided when the kernels are dec
 # Triton compiles anew for an argument that becomes 1 or a multiple of 16. These follow the number of tokens, or are 0
 # where all rows share one.
 @triton.jit(
-    do_not_specialize=["s_local", "s_pending", "s_log_bulk", "columns", "min_tokens", "s_segment", "s_marks", "blocks"],
-    do_not_specialize_on_alignment=["parts", "turn"],
-)
+    do_not_specialize=[
+        "s_local", "s_pending", "s_log_bulk", "columns", "min_tokens", "s_segment", "s_marks", "blocks", "parts",
+    ],
+    do_not_specialize_on_alignment=["turn"],
+)  # fmt: skip
 def local_kernel(
     p_query, p_keys, p_values, p_local, p_pending, p_lengths, p_decided, p_log_bulk, p_near, p_near_lse, p_arrived,
     p_parts, p_lse, p_flags, p_out,
