@@ -1,9 +1,9 @@
 """The tokens of a short turn, or of a draft, by the kernels of a decode step, without a word between host and device.
 
 Every query decides, selects and reads for itself, so what several need is read several times. It counts once: kernels
-write the bytes of a token, or of a head's sketch, to one place for all queries, and these are summed afterwards. So
-many queries are computed at once that their estimates are `BLOCK_SCORES` at most. Heads that share a key, of more than
-`cpu.MAX_QUERIES`, are such queries too, in equal parts.
+write the bytes of a token, or of a head's sketch, to one place for all queries, and these are summed afterwards. At
+least two queries are computed at once, and more if their estimates are `BLOCK_SCORES` at most. Heads that share a key,
+of more than `cpu.MAX_QUERIES`, are such queries too, in equal parts.
 """
 
 from dataclasses import replace
@@ -27,7 +27,8 @@ def fused_turn(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tenso
         tokens = layer.sketch.scales.shape[2]
     shape, device = (batch, layer.kv_heads, 2 + tokens), query.states.device
     marks = torch.zeros(shape, dtype=torch.int32, device=device)
-    at_once = max(1, BLOCK_SCORES // max(1, batch * heads * tokens))
+    # For one query Triton would compile anew, as a text grows long.
+    at_once = max(2, BLOCK_SCORES // max(1, batch * heads * tokens))
     if not isinstance(layer.bound, Operands):
         layer.bound = replace(layer, bulk_read_bytes=None, sketch_read_bytes=None)
     marking: Operands = layer.bound
