@@ -43,6 +43,11 @@ def test_compiled_kernels(triton_folder: Path) -> None:
     assert said.count("variants") == 7
 
 
+def test_a_process_in_use_for_long_compiles_nothing_again(triton_folder: Path) -> None:
+    """Whatever lengths its texts, turns and buffers have; and no launch takes a kernel compiled for other arguments."""
+    assert run_compiled(triton_folder, "long_life.py").count("variants so far") == 4
+
+
 @pytest.mark.slow
 def test_kernels_of_other_sizes_compile_for_cuda(triton_folder: Path) -> None:
     assert run_compiled(triton_folder, "compile_for_cuda.py rest").count("bytes of shared memory") == 136
