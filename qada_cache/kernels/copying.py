@@ -30,11 +30,12 @@ def find_copier(pairs: Pairs, device: torch.device, kernels: str) -> Copier | No
         for part in pair:
             if part.device != device and (_count_head_bytes(part) > HOST_BYTES or not part.is_pinned()):
                 return None
-    if not _agrees(device):
+    like = pairs[0][0]
+    if not _is_served(device):
         return None
     from .triton.copying import can_copy, copy_tokens
 
-    return copy_tokens if can_copy(pairs) else None
+    return copy_tokens if can_copy(pairs) and _agrees(device, like.dtype, like.shape[3]) else None
 
 
 def _count_head_bytes(part: Tensor) -> int:
@@ -42,32 +43,38 @@ def _count_head_bytes(part: Tensor) -> int:
 
 
 @functools.cache
-def _agrees(device: torch.device) -> bool:
-    """Whether Triton's kernel copies correctly on this device. If it runs there and does not, a warning says so. The
-    trial waits for the device."""
+def _is_served(device: torch.device) -> bool:
     like = torch.empty(1, 1, 1, 1, dtype=torch.float32, device=device)
-    if explain_unsupported(like, like, like, None) is not None:
-        return False  # decoding tokens needs the same, and warns of it
+    return explain_unsupported(like, like, like, None) is None  # decoding tokens needs the same, and warns of it
+
+
+@functools.cache
+def _agrees(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether Triton's kernel copies such tokens correctly on this device. If it runs there and does not, a warning
+    says so. The trial waits for the device."""
     from .triton.copying import copy_tokens
     from .triton.launching import compile_ahead
 
-    if (fault := find_copying_fault(copy_tokens, device, compile_ahead)) is None:
+    if (fault := find_copying_fault(copy_tokens, device, dtype, dim, compile_ahead)) is None:
         return True
     warn_once(logger, f"tokens are copied on {device} by torch's operations, not by Triton's kernel: {fault}")
     return False
 
 
-def find_copying_fault(copier: Copier, device: torch.device, compile_ahead: CompileAhead | None = None) -> str | None:
-    """The fault of a copier on this device, as `reference.find_fault` says it, which has `compile_ahead`. It copies
-    random tokens to the host and back."""
+def find_copying_fault(
+    copier: Copier, device: torch.device, dtype: torch.dtype, dim: int, compile_ahead: CompileAhead | None = None
+) -> str | None:
+    """The fault of a copier of tokens of `dim` numbers on this device, as `reference.find_fault` says it, which has
+    `compile_ahead`. It copies random tokens to the host and back."""
     generator = torch.Generator("cpu").manual_seed(0)
-    tokens = torch.randn(2, 70, 3, 8, generator=generator, dtype=torch.float32, device="cpu").transpose(1, 2)
-    expected = torch.zeros(2, 3, 100, 8, dtype=torch.float32, device="cpu")
+    numbers = torch.randint(128, (2, 70, 3, dim), generator=generator, dtype=torch.int64, device="cpu")
+    tokens = numbers.to(dtype).transpose(1, 2)
+    expected = torch.zeros(2, 3, 100, dim, dtype=dtype, device="cpu")
     expected[:, :, 30:] = tokens
 
     def compute() -> tuple[Tensor, ...]:
         sent, pinned = tokens.to(device), device.type == "cuda"
-        host = torch.zeros(expected.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        host = torch.zeros(expected.shape, dtype=dtype, device="cpu", pin_memory=pinned)
         received, copy = torch.zeros_like(sent), torch.zeros_like(sent)
         copier([(host[:, :, 30:], sent)], device)
         copier([(received[:, :, :9], host[:, :, 30:39]), (received[:, :, 9:], host[:, :, 39:])], device)

@@ -60,9 +60,10 @@ def test_what_is_not_copied() -> None:
 def test_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes; what copies less does not, is warned of, and is not used."""
     device, tokens, warned = torch.device("cpu"), torch.zeros(1, 2, 3, 8), list[str]()
-    assert find_copying_fault(copying.copy_tokens, device) is None
-    fault = find_copying_fault(lambda pairs, device: copying.copy_tokens(pairs[:1], device), device)
-    assert fault is not None
+    for kind in ((torch.float32, 8), (torch.bfloat16, 24), (torch.uint8, 32)):
+        assert find_copying_fault(copying.copy_tokens, device, *kind) is None
+        fault = find_copying_fault(lambda pairs, device: copying.copy_tokens(pairs[:1], device), device, *kind)
+        assert fault is not None
     assert find_copier([(tokens, tokens)], device, "auto") is None
     monkeypatch.setattr(dispatch, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(dispatch, "warn_once", lambda _, text: warned.append(text))

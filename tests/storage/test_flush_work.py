@@ -53,7 +53,7 @@ def triton_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's kernels store and code tokens, as on a GPU after their trials."""
     for module in (coding, copying, correlating):
         monkeypatch.setattr(module, "AUTO_DEVICES", ("cpu",))
-    monkeypatch.setattr(copying, "_agrees", lambda _: True)
+    monkeypatch.setattr(copying, "_agrees", lambda *_: True)
     monkeypatch.setattr(correlating, "_find_kernel", lambda *_: triton_take_in)
     coder = coding.Coder(code_segments, derive, code_records, decode_tokens)
     monkeypatch.setattr(coding, "_find_coder", lambda *_: coder)
