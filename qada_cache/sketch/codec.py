@@ -38,6 +38,7 @@ FIT = ("units", "centres", "order", "weights")  # a segment's parameters, by whi
 TOKENS = ("codes", "scales")  # the fields of a `Sketch` with a value for each token, in the last dimension
 SEGMENTS = (*FIT, "mean_squares")  # the fields with a value for each segment
 CODES = (*TOKENS, *SEGMENTS)
+Codes = Callable[[], dict[str, Tensor]]  # returns views of these fields of some segments, by name
 
 
 @dataclass(eq=False)

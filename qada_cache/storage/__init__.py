@@ -283,9 +283,9 @@ class TokenStore(NearTokens):
             if self.moments is not None and (self.update_moments or exact):
                 self._take_into_moments(rows, flushed[0])
         self.flushed[rows] = [gone + older] * len(self.flushed[rows])
-        if exact and len(self.flushed[rows]) == self.batch:
+        # Views, unless these overlap their new columns, or keep all of a row's new tokens until the last row is done.
+        if len(self.flushed[rows]) == self.batch and (exact or 2 * older >= keys.shape[2]):
             return keys[:, :, older:], values[:, :, older:]
-        # Copies: views would keep all of a row's new tokens until the last row is done, or overlap their new columns.
         return keys[:, :, older:].clone(), values[:, :, older:].clone()
 
 

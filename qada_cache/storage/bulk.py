@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..files.private_map import PrivateMap
 from ..kernels.copying import find_copier
+from ..sketch.codec import Codes
 from ..sketch.coded import Records
 from . import pinned, transfers
 from .placement import AUTO, Placement
@@ -126,8 +127,7 @@ class Bulk(RowTensors):
         self.stored = self.lengths = lengths
 
     def _wait_for_readers(self) -> None:
-        """Wait for copies of the storage, and for kernels that read it in place, before the host writes to it or frees
-        it."""
+        """Wait for copies of the storage, and for kernels that read it in place, before the host writes or frees it."""
         self.synchronize()
         if self.offloaded and self.capacity:
             torch.accelerator.synchronize(self.device)
@@ -191,11 +191,11 @@ class Bulk(RowTensors):
         """Add `keys` and `values` `[rows, kv_heads, tokens, dim]` to rows of equal length."""
         self._store(rows, keys, values)
 
-    def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """Closed segments were coded as `made`, the sketch's `CODES` by name. Here nothing follows from it."""
+    def close(self, rows: slice, keys: Tensor, values: Tensor, codes: Codes) -> None:
+        """Closed segments were coded. Here nothing follows from it."""
 
-    def code_open(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """The open segment was coded as `made`, as for `close`; empty if it is not coded."""
+    def code_open(self, rows: slice, keys: Tensor, values: Tensor, codes: Codes | None) -> None:
+        """The open segment was coded; None: it is not coded."""
 
     def _store(self, rows: slice, *added: Tensor) -> None:
         """Append `added`, of the kinds of `tensors`, `[rows, kv_heads, tokens, *]`, to rows of equal length."""

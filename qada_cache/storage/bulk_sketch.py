@@ -13,7 +13,7 @@ from ..kernels.cpu import quantizing
 from ..kernels.reference import suspend_autocast
 from ..key_moments.running import RunningMoments
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, find_segment_start
-from ..sketch.codec import CODES, TOKENS, Sketch, list_fields, view_span
+from ..sketch.codec import CODES, TOKENS, Codes, Sketch, list_fields, view_span
 from ..sketch.coded import OLDER_MIN_ENERGY, find_query_weights, read_energies
 from . import transfers
 from .versioned import Buffer, Versioned
@@ -112,13 +112,11 @@ class BulkSketch(Versioned):
         if length < MIN_TOKENS or length == sketched:
             return
         coded = bulk.stored[rows.start] if bulk.beside else 0
-        bulk.placement.retry(partial(self._reserve, bulk), bulk.device)
+        self._reserve(bulk)
         last = find_segment_start(length)
         # The open segment is coded again.
-        first, older = (
-            find_segment_start(sketched) if sketched else 0,
-            length if newest is None else length - newest[0].shape[2],
-        )
+        first = find_segment_start(sketched) if sketched else 0
+        older = length if newest is None else length - newest[0].shape[2]
         most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 8 * CODED_AT_ONCE
         step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
         # Few new tokens enter the covariance at once. A prompt's do so block by block, closed segments first, in the
@@ -137,7 +135,7 @@ class BulkSketch(Versioned):
                 keys, values = (part[:, :, start - older : stop - older] for part in newest)
             if stop > coded:
                 with suspend_autocast(keys.device):
-                    codes = self._code(rows, keys, start, stop) if stop <= last or self.codes_open else {}
+                    codes: Any = self._code(rows, keys, start, stop) if stop <= last or self.codes_open else None
                     (bulk.close if stop <= last else bulk.code_open)(rows, keys, values, codes)
             new = max(0, sketched - start)
             if new < stop - start and not together:
@@ -148,15 +146,15 @@ class BulkSketch(Versioned):
         self._derive(rows, length)
         self.lengths[rows] = [length] * len(self.lengths[rows])
 
-    def _code(self, rows: slice, keys: Tensor, start: int, stop: int) -> dict[str, Tensor]:
-        """Code the rows' tokens `start..stop`, whole segments of the bulk; returns views of their `CODES`."""
-        views = self._view_codes(rows, start, stop)
+    def _code(self, rows: slice, keys: Tensor, start: int, stop: int) -> Codes:
+        """Code the rows' tokens `start..stop`, whole segments of the bulk."""
         if (coder := self.find_coder()) is not None:
             coder.code(self.tensors, rows, start // SEGMENT_TOKENS, keys, self.energies)
-            return views
-        for name, codes in self.code_keys(keys).items():
-            views[name].copy_(codes)
-        return views
+        else:
+            views = self._view_codes(rows, start, stop)
+            for name, codes in self.code_keys(keys).items():
+                views[name].copy_(codes)
+        return partial(self._view_codes, rows, start, stop)
 
     def _view_codes(self, rows: slice, start: int, stop: int) -> dict[str, Tensor]:
         """Views of the `CODES` of rows' tokens `start..stop`, whole segments of the bulk, by name."""
@@ -182,7 +180,7 @@ class BulkSketch(Versioned):
         """Copy a row's first segments, as `find_segment` returns them, into a row without sketched tokens.
         `append_from` appends the others."""
         tokens, rows = len(segments) * SEGMENT_TOKENS, slice(row, row + 1)
-        bulk.placement.retry(partial(self._reserve, bulk), bulk.device)
+        self._reserve(bulk)
         for index, segment in enumerate(segments):
             start = index * SEGMENT_TOKENS
             for name, view in self._view_codes(rows, start, start + SEGMENT_TOKENS).items():
@@ -242,7 +240,7 @@ class BulkSketch(Versioned):
                 if not codec.has_whole_order(self._view_codes(rows, 0, self.count_coded(length))["order"]):
                     raise ValueError(f"row {row} of its sketch has an order that lacks channels")
                 if bulk.beside and self.codes_open:  # no file has records of the open segment
-                    codes = self._view_codes(rows, start, length)
+                    codes = partial(self._view_codes, rows, start, length)
                     with suspend_autocast(self.mean_key.device):
                         bulk.code_open(rows, *bulk.read(rows, slice(None), start, length), codes)
                 self._derive(rows, length)
@@ -282,13 +280,15 @@ class BulkSketch(Versioned):
         self.tensors = self.tensors.map(change)
         self.mean_key, self.covariance = change(self.mean_key), change(self.covariance)
 
-    @torch.inference_mode(False)  # as in __init__
     def _reserve(self, bulk: "Bulk") -> None:
         """Make room for as many tokens a row as the bulk has room for."""
-        tensors, room = self.tensors.to_tensors(), self.tensors.scales.shape[2]
         capacity = bulk.capacity + (bulk.sketched_beside if self.codes_open else 0)
-        if capacity <= room:
-            return
+        if capacity > self.tensors.scales.shape[2]:
+            bulk.placement.retry(partial(self._grow, capacity), bulk.device)
+
+    @torch.inference_mode(False)  # as in __init__
+    def _grow(self, capacity: int) -> None:
+        tensors, room = self.tensors.to_tensors(), self.tensors.scales.shape[2]
         used = min(max(self.lengths), room)
         fields = list_fields(self.layout.dim, tensors["mean_value"].shape[2], self.layout.count, capacity)
         for name in CODES:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.cpu.recording import code_records, decode_records
 from ..sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, count_closed, count_segments
-from ..sketch.codec import CODES, TOKENS
+from ..sketch.codec import CODES, TOKENS, Codes
 from ..sketch.coded import RecordLayout, Records, code_tokens, decode_keys, decode_values, estimate_keys, fit_records
 from . import row_tensors
 from .bulk import Bulk, Tokens
@@ -113,41 +113,41 @@ class CodedBulk(Bulk):
         for held, new in zip(self.beside[:2], (keys, values), strict=True):
             held[rows, :, before - stored : length - stored] = new
 
-    def close(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """Append records of segments that close, for rows of equal lengths. `made` is their sketch."""
-        first, count = self.stored[rows.start] // SEGMENT_TOKENS, made["units"].shape[2]
-        records, kept = self._code(rows, keys, values, made)
+    def close(self, rows: slice, keys: Tensor, values: Tensor, codes: Codes) -> None:
+        """Append records of segments that close, for rows of equal lengths. `codes` returns their sketch."""
+        first, count = self.stored[rows.start] // SEGMENT_TOKENS, keys.shape[2] // SEGMENT_TOKENS
+        records, kept = self._code(rows, keys, values, codes)
         self._store(rows, records)
         for place, row in enumerate(range(rows.start, rows.stop)):
             closing, self.reopened[row] = self.reopened[row][:count], self.reopened[row][count:]
             again = {first + i for i, each in enumerate(closing) if each.recoded or (place, i, each) not in kept}
             self.recoded[row] = frozenset(again.union(i for i in self.recoded[row] if i < first))
 
-    def code_open(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> None:
-        """As `Bulk`. The tokens go into `beside`, with records if `made`, their sketch, is not empty."""
-        parts = (keys, values, self._code(rows, keys, values, made)[0]) if made else (keys, values)
+    def code_open(self, rows: slice, keys: Tensor, values: Tensor, codes: Codes | None) -> None:
+        """As `Bulk`. The tokens go into `beside`, with records if there are `codes`, which returns their sketch."""
+        parts = (keys, values) if codes is None else (keys, values, self._code(rows, keys, values, codes)[0])
         self._fit_beside()
         for held, part in zip(self.beside, parts, strict=False):
             held[rows, :, : part.shape[2]] = part
 
     def _code(
-        self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]
+        self, rows: slice, keys: Tensor, values: Tensor, codes: Codes
     ) -> tuple[Tensor, list[tuple[int, int, ReopenedSegment]]]:
         """Records of the tokens after the closed segments, as `_record`. Reopened segments whose new tokens fit put
-        their old codes into `made` and into the records: returned too, as `(row, index, segment)`."""
+        their old codes into sketch and records: returned too, as `(row, index, segment)`."""
         assert self.sketch is not None
         kept, coding = list[tuple[int, int, ReopenedSegment]](), (self.sketch.energies, self.sketch.layout)
-        for row, segments in enumerate(self.reopened[rows]):
-            own = {name: part[row] for name, part in made.items()}
-            indexed = enumerate(segments[: made["units"].shape[2]])
+        for row, segments in ((row, each) for row, each in enumerate(self.reopened[rows]) if each):
+            own = {name: part[row] for name, part in codes().items()}
+            indexed = enumerate(segments[: own["units"].shape[1]])
             kept += [(row, i, each) for i, each in indexed if each.put_sketch(i, keys[row], *coding, own)]
-        records = fit_records(self._record(rows, keys, values, made), self.stride)
+        records = fit_records(self._record(rows, keys, values, codes), self.stride)
         for row, index, segment in kept:
             segment.put_records(index, records[row])
         return records, kept
 
-    def _record(self, rows: slice, keys: Tensor, values: Tensor, made: dict[str, Tensor]) -> Tensor:
-        """Records of the tokens after the closed segments, for rows of equal lengths. `made` is their sketch."""
+    def _record(self, rows: slice, keys: Tensor, values: Tensor, codes: Codes) -> Tensor:
+        """Records of the tokens after the closed segments, for rows of equal lengths. `codes` returns their sketch."""
         assert self.sketch is not None
         if (coder := self.sketch.find_coder()) is not None:
             places = self.sketch.tensors, rows, self.stored[rows.start] // SEGMENT_TOKENS
@@ -158,7 +158,7 @@ class CodedBulk(Bulk):
         compiles = self.sketch.kernels != "torch"
         if compiles and (records := code_records(keys, values, sketch, weights, self.layout, **span)) is not None:
             return records
-        return code_tokens(keys, values, estimate_keys(made, self.sketch.layout), weights, self.layout)
+        return code_tokens(keys, values, estimate_keys(codes(), self.sketch.layout), weights, self.layout)
 
     def choose_stored(self, row: int, index: Tensor) -> Tensor:
         """As `Bulk`. Counting them waits for the device."""

@@ -180,7 +180,7 @@ def test_an_allocation_that_fails_is_tried_again_with_a_layer_less(
     module, name = {
         "attend": (by_torch, "attend_bulk"),
         "attend_exactly": (exact, "stream"),
-        "sketch": (BulkSketch, "_reserve"),
+        "sketch": (BulkSketch, "_grow"),
     }[place]
     original, before = getattr(module, name), []
 
