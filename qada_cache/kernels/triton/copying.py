@@ -48,8 +48,8 @@ def copy_kernel(
     p_source_5, p_target_5, s_row_5, s_head_5, s_token_5, t_row_5, t_head_5, t_token_5, tokens_5,
     VECTOR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program a (share of all runs' blocks, head, row). Runs that are not there have no tokens: Triton would compile
-    anew for each number of them."""
+    """One program a (share of all runs' blocks, head, row). Runs that are not there have no tokens: else Triton
+    would compile anew for each number of them."""
     i_block, i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_block = copy_run(
         p_source_0, p_target_0, s_row_0, s_head_0, s_token_0, t_row_0, t_head_0, t_token_0, tokens_0,
