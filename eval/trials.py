@@ -252,8 +252,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.peers and model.config.model_type not in SERVED:
         parser.error(f"--peers: other methods are tried on models of type {', '.join(SERVED)} alone")
     check_lengths(parser, options, tokenizer)
+    with check_loading(parser):  # a tokenizer may not know the words of our prompts
+        known = know(model, tokenizer, choose_ways(options))
     with read_as_gpus_do() if options.sampled else contextlib.nullcontext():
-        run(options, model, tokenizer)
+        run(options, model, tokenizer, known)
     print(align(summarize(read(options.out))))
     return 0
 
@@ -270,11 +272,15 @@ def choose_ways(options: argparse.Namespace) -> list[Way]:
     return [*list_few_ways(), *peers] if options.few else peers or list_all_ways()
 
 
-def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Measure all rows that the table lacks."""
+def run(
+    options: argparse.Namespace,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    known: dict[str, KeyMoments],
+) -> None:
+    """Measure all rows that the table lacks, by the `KeyMoments` of prompts that are `known`."""
     done = {make_key(row) for row in read(options.out)} if options.out.exists() else set()
     ways, columns = choose_ways(options), {"model": label(options.model)}
-    moments_by_prompt = know(model, tokenizer, ways)
     protocols = sum(1 if is_continued(task) else len(set(options.question)) for task in options.tasks)
     with tqdm(total=protocols * len(options.lengths) * options.documents * len(ways), unit="row") as bar:
         for task in options.tasks:
@@ -287,7 +293,7 @@ def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrain
                         missing = [way for way in ways if make_key(columns | place | asdict(way)) not in done]
                         bar.update(len(ways) - len(missing))
                         if missing:
-                            trial = run_trial(model, tokenizer, asked, missing, moments_by_prompt, bar, cache)
+                            trial = run_trial(model, tokenizer, asked, missing, known, bar, cache)
                             rows = [place | row for row in trial]
                             write(options.out, rows, add=True, **columns, machine=describe_machine())
 

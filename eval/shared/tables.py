@@ -3,6 +3,7 @@
 import argparse
 import csv
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ def table_of(*columns: str) -> Callable[[str], Path]:
             raise argparse.ArgumentTypeError(f"there is no folder {table.parent}")
         if table.is_dir():
             raise argparse.ArgumentTypeError(f"{table} is a folder, name a file in it")
+        if not os.access(table if table.exists() else table.parent, os.R_OK | os.W_OK):
+            raise argparse.ArgumentTypeError(f"{table} cannot be written")
         if table.exists() and table.stat().st_size:
             with table.open(encoding="utf-8", errors="replace") as file:
                 header = file.readline(10_000).strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import needle
 import pytest
 from transformers import DeepseekV3Config, LlamaConfig
 
+from eval import benchmark
 from eval.shared.processes import run_alone
 
 pytest.importorskip("lm_eval", reason="some commands run on lm-eval")
@@ -36,6 +38,7 @@ WRONG = {  # arguments, by what is said of them
     "trials --model nosuch --tasks prose nosuch --out x.csv": "--tasks: lm-eval has no task nosuch",
     "trials --model wide --text held.csv --lengths 300 --out x.csv": "--lengths: no text has 300",
     "trials --model wide --lengths 300 9999999 --out x.csv": "--lengths: no text has 9999999",
+    "trials --model wide --lengths 300 --out x.csv": "--model: the tokenizer does not know the words of the",
     "codes energies --model wide --lengths 9999999 --out x.csv": "--lengths: the text has no two pieces",
     "convert --out notes.txt/made": "--out: there is no folder notes.txt",
     "sweep --thresholds 3 --out x.csv": "--thresholds: invalid share",
@@ -123,6 +126,15 @@ def test_one_line_says_what_is_wrong(line: str, capsys: pytest.CaptureFixture[st
     assert ended.value.code == 2
     assert WRONG[line] in capsys.readouterr().err.splitlines()[-1]
     assert {path: path.read_bytes() for path in Path().rglob("*.*")} == before
+
+
+def test_a_table_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    with pytest.raises(SystemExit):
+        benchmark.main(["--out", str(tmp_path / "x.csv")])
+    assert capsys.readouterr().err.strip().endswith(f"--out: {tmp_path / 'x.csv'} cannot be written")
 
 
 def test_a_process_of_a_command_that_fails_says_why_alone(capfd: pytest.CaptureFixture[str]) -> None:
