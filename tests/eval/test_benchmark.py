@@ -103,7 +103,7 @@ def test_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = StaticHeads(torch.zeros(4, 4, dtype=torch.bool))
     monkeypatch.setattr(benchmark, "flag_heads", lambda work, fraction: nothing)
     with pytest.raises(RuntimeError, match=r"at f = 1 is off by .* of DynamicCache's logits"):
-        benchmark.main(arguments)
+        benchmark.main([*arguments, "--methods", "QAdACache f=1"])
 
 
 @pytest.mark.slow
