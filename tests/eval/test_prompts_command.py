@@ -81,3 +81,15 @@ def test_prompts_read_as_gpus_read_them(tmp_path: Path) -> None:
     (row,) = read(table)
     assert float(row["kl"]) < 1e-5
     assert float(row["pairs"]) == 1
+
+
+def test_loss_of_scaled_keys(tmp_path: Path) -> None:
+    """A row for each spread. Channels are weighed, so no more is read or lost: without, 0.5 would be lost here."""
+    table, model = tmp_path / "table.csv", ["loss", "--model", str(needle.FOLDER), "--dtype", "float32"]
+    arguments = ["--tokens", "1500", "--documents", "1", "--thresholds", "1e-9", "100", "--spreads", "0", "2"]
+    assert prompts.main([*model, *arguments, "--out", str(table)]) == 0
+    rows = read(table)
+    assert [float(row["spread"]) for row in rows] == [0, 0, 2, 2]
+    for plain, scaled in zip(rows[:2], rows[2:], strict=True):
+        assert abs(float(scaled["kl"]) - float(plain["kl"])) < 1e-4
+        assert abs(float(scaled["pairs"]) - float(plain["pairs"])) < 0.01
