@@ -87,6 +87,7 @@ class DecodeGraph:
         self.asked = asked
         self.failed = ""  # the reason why no graph is captured any more
         self._compared = 0  # replays whose results were compared, and were right
+        self._refused = False  # whether a capture has failed that no rehearsal preceded
         self.forget()
 
     def __deepcopy__(self, memo: dict) -> "DecodeGraph":
@@ -139,7 +140,7 @@ class DecodeGraph:
                         warn_once(logger, _TORCHS)
                     return compute(**kwargs)
                 self._facts, self._places, self._lasting = facts, Places(step), Lasting(states)
-                if decoder not in _proven:
+                if decoder not in _proven or self._refused:
                     with step.use(self._places):  # a rehearsal; without `position_ids` the decoder makes its own
                         return compute(**self._replace_inputs(kwargs, inputs))
             self._places.write(step)
@@ -231,8 +232,11 @@ class DecodeGraph:
                     raise NotImplementedError("what its linear or sliding layers hold is of another kind after a pass")
                 add_local([each.take_flags() for each in counters], sums)
                 self._places.advance()
+            self._graph, self._result, self._model = graph, (type(result), result.last_hidden_state), model
+            self._counts, self._counts_before = counts, before
         except Exception as error:  # whatever a driver, a kernel or the model itself raises while it is captured
-            if decoder in _proven:  # this cache may have needed a rehearsal
+            if decoder in _proven and not self._refused:  # this cache may have needed a rehearsal
+                self._refused = True
                 _proven.discard(decoder)
                 self.forget()
             else:
@@ -240,8 +244,9 @@ class DecodeGraph:
             return False
         finally:
             host_state.restore()
-        self._graph, self._result, self._model = graph, (type(result), result.last_hidden_state), model
-        self._counts, self._counts_before = counts, before
+            if self._graph is None:
+                for asker in step.askers:
+                    asker.plan = None  # what kernels have prepared in the capture was never computed
         return True
 
     def _compare(self, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step) -> Any:

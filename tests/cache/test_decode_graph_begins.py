@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from graphed import decode, make
-from models import tiny
+from models import prompt, tiny
 from recorded_graph import RecordedGraph
 
-from qada_cache import decode_graph
+from qada_cache import QAdACache, decode_graph
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.decode_graph.step import Places
+from qada_cache.versions import pass_cache
 
 
 @torch.no_grad()
@@ -85,3 +86,74 @@ def test_no_garbage_is_collected_in_a_capture(device: str, monkeypatch: pytest.M
     assert not any(collects)
     assert gc.isenabled()
     assert RecordedGraph.replays
+
+
+def decode_rows(model: Any, rows: int, start: int, tokens: int, *, on: bool) -> tuple[torch.Tensor, QAdACache]:
+    """Logits of single tokens behind a prompt of `start`."""
+    cache, ids = (
+        make(model, token_threshold=0.0, cuda_graph=on),
+        torch.cat([prompt(90, seed=row)[0] for row in range(rows)]),
+    )
+    ids = ids.to(model.device)
+    model(ids[:, :start], **pass_cache(cache), logits_to_keep=1)
+    steps = range(start, start + tokens)
+    return torch.cat([model(ids[:, at : at + 1], **pass_cache(cache)).logits for at in steps]), cache
+
+
+class Empty(Refusing):
+    """Leaves in tensors made in a capture what no replay has put there."""
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        try:
+            with super().capture():
+                yield
+        finally:
+            for place in (place for _, places in self.steps for place in places if place is not None):
+                place.fill_(torch.nan if place.is_floating_point() else 7)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_nothing_built_in_a_capture_that_failed_is_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels prepare anew for the first bulk of several rows, here in the capture."""
+    model = tiny()
+    decode(model, make(model, token_threshold=0.0), 4)
+    monkeypatch.setattr(Refusing, "refused", 0)
+    monkeypatch.setitem(GRAPHS, device, Empty)
+    before = RecordedGraph.replays
+    (plain, _), (found, cache) = (decode_rows(model, 2, 19, 5, on=on) for on in (False, True))
+    assert Refusing.refused == 1
+    torch.testing.assert_close(found, plain)
+    assert RecordedGraph.replays > before
+    assert not cache._decode_graph.failed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_captures_that_fail_again_end_beside_a_cache_that_is_replayed(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its comparisons prove the decoder anew."""
+    model, captured = tiny(), list[bool]()
+    others = make(model, token_threshold=0.0)
+    decode(model, others, 6)
+
+    class Never(RecordedGraph):
+        @contextlib.contextmanager
+        def capture(self) -> Iterator[None]:
+            captured.append(True)
+            raise RuntimeError("no")
+            yield
+
+    cache = make(model, token_threshold=0.0)
+    decode(model, cache, 1)
+    for at in range(1, 7):
+        with monkeypatch.context() as patch:
+            patch.setitem(GRAPHS, device, Never)
+            decode(model, cache, 1, start=at)
+        decode(model, others, 1, start=5 + at)
+    assert cache._decode_graph.failed
+    assert len(captured) == 2
+    assert not others._decode_graph.failed
