@@ -9,7 +9,8 @@ A graph is valid as long as the tensors of all layers keep their addresses, so u
 do not end it. The first step after its end is computed without a graph. The second is a rehearsal: it computes in the
 tensors of `Places`, so that nothing is built or allocated while the third is captured. A decoder's first replays are
 compared with its own results, as a model may compute with numbers on the host, which a replay does not update. From
-then on, caches of this decoder compare nothing, and rehearse only where a capture fails without.
+then on, caches of this decoder compare nothing, and rehearse only where a capture fails without. A decoder with modules
+of other kinds is compared anew.
 No graph holds flushes, which go before a step, prompts, turns and other passes that `find_inputs` refuses.
 """
 
@@ -34,7 +35,7 @@ from .capturing import GRAPHS, HostState
 from .counting import add_local, make_sums
 from .inputs import find_inputs
 from .lasting import Lasting, LayerStates, can_last
-from .model_state import ModelState
+from .model_state import ModelState, list_kinds
 from .step import Places, Step
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ logger = logging.getLogger(__name__)
 ROUNDING = 4  # times the dtype's eps
 MOST_EXACT = 1e-5
 COMPARED = 2  # replays: of the captured step, and of a step at another position
-_proven: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # decoders whose replays were compared, and were right
+# Decoders whose replays were compared, and were right, with `list_kinds` of them.
+_proven: weakref.WeakKeyDictionary[nn.Module, list[type]] = weakref.WeakKeyDictionary()
 Compute = Callable[..., Any]
 _TORCHS = "torch computes decode steps of this model, which no CUDA graph holds: cuda_graph=True has none"
 
@@ -86,7 +88,6 @@ class DecodeGraph:
         """`asked`: the user gave `cuda_graph=True`, and so accepts that replays run no hooks and change no adapters."""
         self.asked = asked
         self.failed = ""  # the reason why no graph is captured any more
-        self._compared = 0  # replays whose results were compared, and were right
         self._refused = False  # whether a capture has failed that no rehearsal preceded
         self.forget()
 
@@ -105,6 +106,7 @@ class DecodeGraph:
         self._counts: list[Tensor] = []  # what a replay adds to, and what that was before the last one
         self._counts_before: list[Tensor] = []
         self._stream: Any = None  # the stream of the last replay
+        self._compared = 0  # replays whose results were compared, and were right
 
     def run(self, cache: Any, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any]) -> Any:
         """Returns what `compute(**kwargs)`, the decoder's own forward, returns with this cache; replays if it can."""
@@ -140,6 +142,8 @@ class DecodeGraph:
                         warn_once(logger, _TORCHS)
                     return compute(**kwargs)
                 self._facts, self._places, self._lasting = facts, Places(step), Lasting(states)
+                if _proven.get(decoder) != list_kinds(decoder):
+                    _proven.pop(decoder, None)
                 if decoder not in _proven or self._refused:
                     with step.use(self._places):  # a rehearsal; without `position_ids` the decoder makes its own
                         return compute(**self._replace_inputs(kwargs, inputs))
@@ -237,7 +241,7 @@ class DecodeGraph:
         except Exception as error:  # whatever a driver, a kernel or the model itself raises while it is captured
             if decoder in _proven and not self._refused:  # this cache may have needed a rehearsal
                 self._refused = True
-                _proven.discard(decoder)
+                _proven.pop(decoder, None)
                 self.forget()
             else:
                 self._fail(f"{type(error).__name__}: {error}".partition("\n")[0])
@@ -266,7 +270,7 @@ class DecodeGraph:
         if error <= max(ROUNDING * torch.finfo(expected.dtype).eps, MOST_EXACT):
             self._compared += 1
             if self._compared >= COMPARED:
-                _proven.add(decoder)
+                _proven[decoder] = list_kinds(decoder)
         else:
             self._fail(f"replays are off by {error:.2g}, as the model goes by numbers that its inputs do not tell")
         return computed

@@ -13,6 +13,11 @@ _MODULE = nn.modules.module
 _GLOBAL_HOOKS: tuple[Any, ...] = (_MODULE._global_forward_hooks, _MODULE._global_forward_pre_hooks)  # for all modules
 
 
+def list_kinds(decoder: nn.Module) -> list[type]:
+    """The classes of a decoder's modules, which say whether it computes with numbers on the host."""
+    return list(map(type, decoder.modules()))
+
+
 class ModelState:
     """A decoder's modules, parameters and buffers at one moment. It has references to these, but not to the decoder.
 

@@ -23,7 +23,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(storage, "PENDING_TOKENS", 9)
     monkeypatch.setenv("QADA_KERNELS", "triton")
     monkeypatch.setattr(RecordedGraph, "replays", 0)
-    monkeypatch.setattr(decode_graph, "_proven", weakref.WeakSet())  # tests share models
+    monkeypatch.setattr(decode_graph, "_proven", weakref.WeakKeyDictionary())  # tests share models
     if request.param == "cpu":
         monkeypatch.setitem(GRAPHS, "cpu", RecordedGraph)
         quick_kernel.serve(monkeypatch)

@@ -157,3 +157,34 @@ def test_captures_that_fail_again_end_beside_a_cache_that_is_replayed(
     assert cache._decode_graph.failed
     assert len(captured) == 2
     assert not others._decode_graph.failed
+
+
+class Timed(torch.nn.Module):
+    """Goes by a number on the host."""
+
+    now = 1.0
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states * self.now
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("begun", [True, False])
+def test_modules_of_another_kind_are_compared_anew(begun: bool, device: str) -> None:
+    """Also by a cache that has compared others."""
+    outputs = []
+    for on in (False, None):
+        model = tiny().to(device)
+        cache = make(model, token_threshold=0.0, cuda_graph=on)
+        decode(model, cache, 6)
+        if not begun:
+            cache = make(model, token_threshold=0.0, cuda_graph=on)
+            decode(model, cache, 1)
+        before = RecordedGraph.replays
+        model.model.layers[1].mlp.act_fn = timed = Timed()
+        for at in range(6, 14):
+            timed.now = float(at)
+            outputs.append(decode(model, cache, 1, start=at if begun else at - 5))
+    assert RecordedGraph.replays == before + 2 + begun  # one was under way as the change was seen
+    assert "goes by numbers" in cache._decode_graph.failed
+    torch.testing.assert_close(outputs[8:], outputs[:8], rtol=0, atol=0 if device == "cpu" else 1e-5)
