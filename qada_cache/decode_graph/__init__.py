@@ -128,7 +128,7 @@ class DecodeGraph:
             followed = False
         # Whether the last replay has written all that this one reads, but `inputs`.
         same = step is not None and followed and step.keeps_moments and step.takes(inputs)
-        prepared = same and not self._is_model_stale
+        prepared = same and decoder in _proven and not self._is_model_stale
         if step is None or not prepared:
             step, self._step = Step(layers, inputs), None
             if step.numbers["decisions"] != step.stores[0].batch:

@@ -188,3 +188,21 @@ def test_modules_of_another_kind_are_compared_anew(begun: bool, device: str) -> 
     assert RecordedGraph.replays == before + 2 + begun  # one was under way as the change was seen
     assert "goes by numbers" in cache._decode_graph.failed
     torch.testing.assert_close(outputs[8:], outputs[:8], rtol=0, atol=0 if device == "cpu" else 1e-5)
+
+
+@torch.no_grad()
+def test_the_graph_of_a_changed_model_is_not_compared(device: str) -> None:
+    """Another cache has seen the change: this one captures anew."""
+    model = tiny().to(device)
+    caches = [make(model, token_threshold=0.0) for _ in range(2)]
+    for cache in caches:
+        decode(model, cache, 6)
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    decode(model, caches[0], 2, start=6)
+    decode(model, caches[1], 4, start=6)
+    decode(model, caches[0], 2, start=8)
+    before = RecordedGraph.replays
+    for cache in caches:
+        decode(model, cache, 2, start=10)
+    assert not any(cache._decode_graph.failed for cache in caches)
+    assert RecordedGraph.replays == before + 4
