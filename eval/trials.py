@@ -80,14 +80,16 @@ from qada_cache.sketch import MIN_TOKENS
 from qada_cache.state.layer import QAdALayer
 from qada_cache.tuning import measuring
 
+Known = dict[str, KeyMoments]  # by the prompt that they are of
 
-def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[Way]) -> dict[str, KeyMoments]:
-    """Key moments of the prompts that `ways` name, by prompt."""
+
+def know(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ways: list[Way]) -> Known:
+    """Key moments of the prompts that `ways` name."""
     prompts = [name for name in PROMPTS if any(name in way.moments.split("+") for way in ways)]
     return {name: KeyMoments.collect(model, tokenizer, name, progress=False) for name in prompts}
 
 
-def make_cache_options(way: Way, known: dict[str, KeyMoments]) -> dict[str, Any]:
+def make_cache_options(way: Way, known: Known) -> dict[str, Any]:
     """Options of `QAdACache` that make it decide by `way`."""
     options = {"criterion": "gaussian", "group_rule": way.rule, "moments": "current", "kernels": "auto"}
     options |= {"token_threshold": 0.0}
@@ -107,7 +109,7 @@ def run_trial(
     tokenizer: PreTrainedTokenizerBase,
     document: Document,
     ways: list[Way],
-    known: dict[str, KeyMoments],
+    known: Known,
     bar: tqdm,
     cache: QAdACache | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -272,13 +274,8 @@ def choose_ways(options: argparse.Namespace) -> list[Way]:
     return [*list_few_ways(), *peers] if options.few else peers or list_all_ways()
 
 
-def run(
-    options: argparse.Namespace,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    known: dict[str, KeyMoments],
-) -> None:
-    """Measure all rows that the table lacks, by the `KeyMoments` of prompts that are `known`."""
+def run(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, known: Known) -> None:
+    """Measure all rows that the table lacks."""
     done = {make_key(row) for row in read(options.out)} if options.out.exists() else set()
     ways, columns = choose_ways(options), {"model": label(options.model)}
     protocols = sum(1 if is_continued(task) else len(set(options.question)) for task in options.tasks)

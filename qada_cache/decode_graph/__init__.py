@@ -249,8 +249,8 @@ class DecodeGraph:
         finally:
             host_state.restore()
             if self._graph is None:
-                for asker in step.askers:
-                    asker.plan = None  # what kernels have prepared in the capture was never computed
+                for layer in step.layers:
+                    layer.drop_plans()  # what kernels have prepared in the capture was never computed
         return True
 
     def _compare(self, decoder: nn.Module, compute: Compute, kwargs: dict[str, Any], step: Step) -> Any:
