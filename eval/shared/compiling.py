@@ -53,7 +53,7 @@ ABSORBING = {correlating: ("correlate_kernel", "merge_kernel"), copying: ("copy_
 LATENTS = {latents: ("latent_kernel", "recorded_latent_kernel", "latent_merge_kernel")}
 PROMPT = {selected_prompt: ("share_kernel", "sample_kernel", "read_kernel")}
 ALIGNED = [["tt.divisibility", 16]]  # what Triton assumes of pointers and multiples of 16
-OPTIONS = ("num_stages", "num_warps", "maxnreg")  # of a launch, for the compiler alone
+OPTIONS = ("num_stages", "num_warps", "maxnreg", "enable_fp_fusion")  # of a launch, for the compiler alone
 SKETCHES = {"0": (0, 16), "1.5": (1.5, 16), "1.5+8": (1.5, 8), "1.5+4": (1.5, 4)}  # bits of the sketch and of the bulk
 COLUMNS, BATCH, KV_HEADS = 70, 2, 2
 
@@ -240,6 +240,7 @@ class Compiled:
     def __init__(self, recorder: Recorder, capability: int) -> None:
         given = {name: value for name, value in recorder.arguments.items() if name in OPTIONS}
         made = specialize(recorder.kernel, recorder.arguments)
+        self.fuses: bool = given.get("enable_fp_fusion", False)  # products and sums, whichever Triton it is
         found = triton.compile(made, target=GPUTarget("cuda", capability, 32), options=given)
         self.shared: int = found.metadata.shared  # bytes that a program takes
         self.ptx: str = found.asm["ptx"]

@@ -227,7 +227,8 @@ def test_question_read_after_the_text(model: PreTrainedModel, known: Known) -> N
     manager = SimpleNamespace(load=lambda names: {"tasks": {names[0]: made}})
     (asked,) = texts.read_task_documents("asked", tokenizer, length=300, count=1, manager=manager)  # type: ignore[arg-type]
     parted, whole = texts.ask_as(asked, ["dense", "sparse"])
-    assert texts.ask_as(asked, ["dense"]) == [whole]
+    (alone,) = texts.ask_as(asked, ["dense"])
+    assert (alone.task, alone.question, alone.prompt) == (whole.task, whole.question, whole.prompt)  # the same tensor
     assert (whole.task, whole.question, parted.task) == ("asked", 1, "asked, sparse question")
     assert tokenizer.decode(parted.prompt[0, -parted.question :]).split() == words
     assert torch.equal(whole.prompt, parted.prompt)

@@ -109,7 +109,7 @@ def test_what_is_compiled_ahead_is_not_launched(monkeypatch: pytest.MonkeyPatch)
     launching.compile_ahead(lambda: work((1, 3)))
     with pytest.raises(ZeroDivisionError):
         launching.compile_ahead(lambda: work((1, 0)))
-    assert compiled == [((3 // count,), {"grid": (count, 1, 1), "SIZE": 4}) for count in (1, 3)]
+    assert compiled == [((3 // count,), {"grid": (count, 1, 1), **launching.FUSING, "SIZE": 4}) for count in (1, 3)]
     assert not launched
     work((3,))
-    assert launched == [((1,), (3, 1, 1), {"SIZE": 4})]
+    assert launched == [((1,), (3, 1, 1), launching.FUSING | {"SIZE": 4})]

@@ -19,6 +19,9 @@ from ..operands import Rows
 # (SystemError: "AST constructor recursion depth mismatch", cpython's issue 106905).
 TREES_ARE_APART = sys.version_info >= (3, 12, 2) or (3, 11, 8) <= sys.version_info < (3, 12)
 
+# A product and a sum are one instruction. Triton 3.10 fuses them no more unless told to, and 3.9 warns of it.
+FUSING = {"enable_fp_fusion": True}
+
 
 class _DryRun(threading.local):
     """Launches that this thread asks for while it launches nothing; None: it does."""
@@ -34,7 +37,7 @@ class Launches:
     kernel directly: Triton's own lookup takes longer than all else that the host does."""
 
     def __init__(self, **constants: Any) -> None:
-        self.constants = constants
+        self.constants = FUSING | constants
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # behind which constants in their order
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], variant: tuple[Any, ...], *args: Any) -> None:

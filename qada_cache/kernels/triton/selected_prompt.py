@@ -26,6 +26,7 @@ from ..sampled_prompt import (
     find_sum_stride,
     find_whole,
 )
+from .launching import FUSING
 from .prompt_kernels import read_kernel, sample_kernel, share_kernel
 
 MAX_CHOSEN = 2**26  # tokens chosen at once: 256 MiB, and half as much for probabilities
@@ -121,7 +122,7 @@ def find_shares(
     share_kernel[blocks, batch * heads](
         query, codes, steps, shares, *query.stride()[:3], heads, first, past, tokens, columns, sinks, stride,
         scaling * LOG2E, threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=block,
-        **(SHARING_BROAD if dim > BROAD else sharing[block]),
+        **(SHARING_BROAD if dim > BROAD else sharing[block]), **FUSING,
     )  # fmt: skip
     return shares
 
@@ -132,7 +133,9 @@ def draw(shares: Tensor, first: int, capacity: int, past: int = 0, *, block: int
     heads, blocks, columns = shares.shape
     chosen = torch.empty(heads, blocks, capacity, dtype=torch.int32, device=shares.device)
     counts = torch.empty(heads, blocks, dtype=torch.int32, device=shares.device)
-    sample_kernel[blocks, heads](shares, chosen, counts, first, past, columns, capacity, BLOCK_M=block, **SAMPLING)
+    sample_kernel[blocks, heads](
+        shares, chosen, counts, first, past, columns, capacity, BLOCK_M=block, **SAMPLING, **FUSING
+    )
     return chosen, counts
 
 
@@ -152,7 +155,7 @@ def read_sample(
         query, key, value, chosen, counts, out, *strides, heads, first, tokens - queries, tokens, chosen.shape[2],
         scaling * LOG2E,
         G=heads // key.shape[1], D=dim, BLOCK_D=_fill(dim), V=value_dim, BLOCK_V=_fill(value_dim), BLOCK_M=block,
-        **reading,
+        **reading, **FUSING,
     )  # fmt: skip
 
 
