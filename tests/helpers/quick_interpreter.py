@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter faster: leaves out, or does once, work that it repeats for every value."""
+"""Makes Triton's interpreter faster: leaves out, or does once, work that it repeats for every value. And makes it right
+about bools."""
 
 import functools
 import math
@@ -20,6 +21,7 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_get_np_dtype", _remember_dtypes(interpreter._get_np_dtype))
     patch.setattr(language.block_type, "__init__", _remember_types(language.block_type.__init__))
     patch.setattr(language.tensor, "__init__", _init_tensor)
+    patch.setattr(type(builder), "create_splat", _keep_bools(type(builder).create_splat))
 
 
 @functools.cache
@@ -66,3 +68,15 @@ def _find_shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
 def _init_tensor(own: Any, handle: Any, type: Any) -> None:
     own.handle, own.type, own.dtype = handle, type, type.scalar
     own.numel, own.shape = _find_shape(tuple(type.shape) if type.is_block() else ())
+
+
+def _keep_bools(splat: Any) -> Any:
+    """What a comparison of scalars says is spread over a block as bytes, which Triton 3.9 takes for no mask."""
+
+    def create_splat(own: Any, type: Any, scalar: Any) -> Any:
+        spread = splat(own, type, scalar)
+        if type.scalar == language.int1:
+            spread.data = spread.data.astype(bool, copy=False)
+        return spread
+
+    return create_splat
