@@ -71,7 +71,7 @@ def _init_tensor(own: Any, handle: Any, type: Any) -> None:
 
 
 def _keep_bools(splat: Any) -> Any:
-    """What a comparison of scalars says is spread over a block as bytes, which Triton 3.9 takes for no mask."""
+    """Scalars that were compared are spread over a block as bools, not as bytes, which Triton 3.9 takes for no mask."""
 
     def create_splat(own: Any, type: Any, scalar: Any) -> Any:
         spread = splat(own, type, scalar)
