@@ -113,13 +113,13 @@ class Rows:
 
 def _describe_query(query: Query) -> tuple[Any, ...]:
     """The properties of a query on which a kernel's preparations in `Operands.bound` depend."""
-    kind = query.states.shape, query.states.dtype, query.states.device, query.scaling
-    parts = (query.log_bulk, query.sink_logits, *chain(*query.moments))
-    return *kind, *(None if part is None else _describe_part(part) for part in parts)
+    states, mass, sinks = query.states, query.log_bulk, query.sink_logits
+    kind = states.shape, states.dtype, states.device, query.scaling, _describe_part(mass), _describe_part(sinks)
+    return (*kind, *map(_describe_part, chain(*query.moments))) if query.moments else kind
 
 
-def _describe_part(part: Tensor) -> tuple[Any, ...]:
-    return part.shape, part.dtype, part.device, part.is_contiguous()
+def _describe_part(part: Tensor | None) -> tuple[Any, ...] | None:
+    return None if part is None else (part.shape, part.dtype, part.device, part.is_contiguous())
 
 
 @dataclass(eq=False)

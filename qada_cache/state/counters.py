@@ -98,7 +98,9 @@ class Counters:
     def _sum(self) -> None:
         for shape, calls in itertools.groupby(self._unsummed, key=lambda call: call[0].shape):
             flags, decided = zip(*calls, strict=True)
-            real = torch.stack([where.expand(shape[0], 1, shape[3]) for where in decided]).unsqueeze(3)
+            if any(where.shape != decided[0].shape for where in decided):
+                decided = tuple(where.expand(shape[0], 1, shape[3]) for where in decided)
+            real = torch.stack(decided).unsqueeze(3)
             local = ~torch.stack(flags) & real  # [calls, batch, kv_heads, group, queries]
             self.add("local_heads", local.sum(dim=(0, 1, 4)))
             self.add("local_groups", local.all(dim=3).sum(dim=(0, 1, 3)))

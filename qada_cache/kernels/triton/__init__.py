@@ -14,7 +14,9 @@ It has been run on an H100 and an H200, under Triton's interpreter, and compiled
 what pieces the work is cut.
 """
 
+import functools
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,11 +29,33 @@ from . import sizing
 from .estimate_kernels import count_rows, estimate_kernel
 from .given import Given
 from .kernels import bulk_kernel, local_kernel
-from .launching import Launch, Launches, RowStrides, compile_together, find_stride
+from .launching import Launch, Launches, RowStrides, Steps, find_stride
 from .scratch import Scratch
 from .sketch_kernels import selected_kernel
 
 NEVER = 2**31 - 1  # tokens of a bulk from which on tokens are selected
+
+
+class Changing(NamedTuple):
+    """The arguments of a step's kernels that change from step to step."""
+
+    states: Any
+    local: Any  # this and the next three are of `Rows`
+    pending: Any
+    lengths: Any
+    decided: Any
+    log_bulk: Any
+    flags: Any
+    out: Any
+    sinks: Any
+    marks: Any
+    s_local: Any  # this and the next four are from row to row
+    s_pending: Any
+    s_length: Any
+    s_decided: Any
+    s_mass: Any
+    s_marks: Any
+    columns: Any
 
 
 def fused_decode(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
@@ -84,7 +108,7 @@ class BoundLaunches:
         near["BLOCK_C"] = sizing.NEAR_COLUMNS
         near["BLOCK_B"] = max(sizing.NEAR_COLUMNS // near["BLOCK_N"], triton.next_power_of_2(self._blocks))
         self._grid = kv_heads, batch
-        self._variants: set[tuple] = set()  # that have been launched
+        self._steps = Steps()
         # Of each group, how many blocks are done: 0 between steps, which scratch that others use could not say.
         self._arrived = torch.zeros(batch * kv_heads, dtype=torch.int32, device=states.device)
         self._out, self._flags = (batch, heads, 1, value_dim), (batch, kv_heads, group, 1)
@@ -150,55 +174,65 @@ class BoundLaunches:
 
     def compute(self, query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
         """`fused_decode` for a query like the bound one, and any rows."""
-        states, log_bulk = query.states.contiguous(), query.log_bulk
+        states, log_bulk, sinks, marks = query.states.contiguous(), query.log_bulk, query.sink_logits, layer.marks
         assert log_bulk is not None
-        out, flags = states.new_empty(self._out), states.new_empty(self._flags, dtype=torch.bool)
         shared = self._scratch.find(states.device)
-        given = self._given
+        given, kept = self._given, self._scratch.keeps(shared)
         if given is None or given.shared is not shared:
-            sketch = layer.sketch if self._sketched else None
-            given = Given.find(shared, layer, sketch, self._arrived, self._errors)
-            self._given = given if self._scratch.keeps(shared) else None
-        if rows.derived is None:
-            rows.derived = RowStrides.find(rows, states.shape[0])
-        of_rows: RowStrides = rows.derived
-        lengths, s_length, s_mass = rows.bulk_lengths, of_rows.strides[2], find_stride(log_bulk, states.shape[0])
-        marks, s_marks = layer.marks, None if layer.marks is None else layer.marks.stride(1)
-        sinks = query.sink_logits
+            given = Given.find(shared, layer, layer.sketch if self._sketched else None, self._arrived, self._errors)
+            self._given = given if kept else None
+            self._steps.forget()
+        if (of_rows := rows.derived) is None:
+            rows.derived = of_rows = RowStrides.find(rows, states.shape[0])
+        out, flags = states.new_empty(self._out), states.new_empty(self._flags, dtype=torch.bool)
+        at, at_bulk = states.data_ptr(), log_bulk.data_ptr()
+        at_sinks = None if sinks is None else sinks.data_ptr()
+        at_marks, s_marks = (None, None) if marks is None else (marks.data_ptr(), marks.stride(1))
+        numbers = *of_rows.strides, find_stride(log_bulk, states.shape[0]), s_marks, rows.columns
         # What may differ between steps of what Triton compiles for: strides of 1, marks, multiples of 16.
-        aligned = states.data_ptr() % 16 == 0, log_bulk.data_ptr() % 16 == 0
-        variant = of_rows.variant, marks is None, aligned, sinks is None or sinks.data_ptr() % 16 == 0
+        aligned = at % 16 == 0, at_bulk % 16 == 0, None if at_sinks is None else at_sinks % 16 == 0
+        variant = of_rows.variant, marks is None, aligned
+        self._steps.launch(
+            functools.partial(self._list_launches, given),
+            (states, *of_rows.tensors, log_bulk, flags, out, sinks, marks, *numbers),
+            (at, *of_rows.addresses, at_bulk, flags.data_ptr(), out.data_ptr(), at_sinks, at_marks, *numbers),
+            variant=variant,
+            kind=variant,
+            note=kept,
+        )
+        return out, flags
+
+    def _list_launches(self, given: Given, *changing: Any) -> list[Launch]:
+        """The step's launches with these arguments, those of `Changing`."""
+        step = Changing(*changing)
         launches: list[Launch] = [(
             self._local, local_kernel, (*self._grid, self._near_programs), (
-                states, *given.near, *of_rows.tensors, log_bulk, *given.near_parts, flags, out, *given.queries, sinks,
-                marks, *self._near_strides, *of_rows.strides, s_mass, s_marks, rows.columns, self._blocks, self._turn,
-                *self._numbers,
+                step.states, *given.near, step.local, step.pending, step.lengths, step.decided, step.log_bulk,
+                *given.near_parts, step.flags, step.out, *given.queries, step.sinks, step.marks, *self._near_strides,
+                step.s_local, step.s_pending, step.s_length, step.s_decided, step.s_mass, step.s_marks, step.columns,
+                self._blocks, self._turn, *self._numbers,
             ),
         )]  # fmt: skip
         if self._sketched:
             launches.append((
                 self._estimate, estimate_kernel, (self._sums, *self._grid), (
-                    *given.codes, lengths, *given.estimates, s_length, *self._sketch_strides, self._room, self._turn,
+                    *given.codes, step.lengths, *given.estimates, step.s_length, *self._sketch_strides, self._room,
+                    self._turn,
                 ),
             ))  # fmt: skip
             launches.append((
                 self._selected, selected_kernel, (self._splits, *self._grid), (
-                    states, *given.tokens, lengths, *given.counted, flags, *given.selected, out, given.done, marks,
-                    *self._bulk_strides, s_length, *self._sketch_strides, s_marks, self._room, *self._record_rooms,
-                    self._sums, self._turn, self._scaling, self._log_threshold, selection.UNREAD_WEIGHT,
+                    step.states, *given.tokens, step.lengths, *given.counted, step.flags, *given.selected, step.out,
+                    given.done, step.marks, *self._bulk_strides, step.s_length, *self._sketch_strides, step.s_marks,
+                    self._room, *self._record_rooms, self._sums, self._turn, self._scaling, self._log_threshold,
+                    selection.UNREAD_WEIGHT,
                 ),
             ))  # fmt: skip
         elif self._splits:
             launches.append((
                 self._bulk, bulk_kernel, (self._splits, *self._grid), (
-                    states, *given.bulk, lengths, flags, *given.merged, out, given.done,
-                    *self._bulk_strides, s_length, self._turn, self._scaling,
+                    step.states, *given.bulk, step.lengths, step.flags, *given.merged, step.out, given.done,
+                    *self._bulk_strides, step.s_length, self._turn, self._scaling,
                 ),
             ))  # fmt: skip
-        with torch.cuda.device_of(states):  # Triton launches on the current device
-            if variant not in self._variants:
-                compile_together(launches)
-                self._variants.add(variant)
-            for of_kernel, kernel, grid, args in launches:
-                of_kernel.launch(kernel, grid, variant, *args)
-        return out, flags
+        return launches

@@ -14,7 +14,8 @@ class Buffer:
     """One tensor of bytes on a device. Growing replaces it, so steps that were bound to the smaller one can go on with
     that."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: tuple[int, torch.device, int]) -> None:
+        self.owner = owner  # thread, device and CUDA stream
         self.bytes: Tensor | None = None
 
     def take(self, size: int, device: torch.device) -> Tensor:
@@ -55,9 +56,12 @@ class Scratch:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._cut(torch.empty(self._size, dtype=torch.uint8, device=device))
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        owner, held = (threading.get_ident(), device, stream), self._buffer
+        if held is not None and held.owner == owner and held.bytes is self._bytes:
+            return self._tensors
         buffer = _buffers.by_stream.get((device, stream))
         if buffer is None:
-            buffer = _buffers.by_stream[device, stream] = Buffer()
+            buffer = _buffers.by_stream[device, stream] = Buffer(owner)
         if (memory := buffer.take(self._size, device)) is not self._bytes:
             self._buffer, self._bytes, self._tensors = buffer, memory, self._cut(memory)
         return self._tensors

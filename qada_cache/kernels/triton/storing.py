@@ -4,13 +4,16 @@ It is `criterion.gaussian_log_bulk` of one query a row, by one prompt's moments 
 operations of torch's. Names are as in `kernels.py`.
 """
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..operands import Query
-from .launching import Launches
+from .launching import Launch, Launches, Steps
 
 HEADS = 1  # query heads of a group that one program takes: each program reads all of a covariance
 NUMBERS = 64  # of a covariance in the registers of a thread, which are all on their way at once
@@ -120,35 +123,44 @@ class Storer:
             G=group, D=dim, BLOCK_D=block, V=value_dim, BLOCK_V=triton.next_power_of_2(value_dim), BLOCK_H=taken,
             BLOCK_R=max(1, min(block, 32 * warps * NUMBERS // (block * taken))), num_warps=warps,
         )  # fmt: skip
+        self._steps = Steps()
 
     def store(self, query: Query, place: int | Tensor) -> None:
         """Put `query.unstored` into column `place`, which a tensor int64 `[1]` has where a graph is captured.
         Estimate `query.log_bulk` by `query.moments`; without them it stays as it is."""
         assert query.unstored is not None
-        states, moments, key, value = query.states, query.moments, *query.unstored
+        states, (key, value), moments = query.states, query.unstored, query.moments
         of_query, of_key, of_value = states.stride(), key.stride(), value.stride()
         if not of_query[3] == of_key[3] == of_value[3] == 1:  # channels are read side by side
             states, key, value = states.contiguous(), key.contiguous(), value.contiguous()
             of_query, of_key, of_value = states.stride(), key.stride(), value.stride()
-        moment_operands, strides, variant = list[Tensor | None](), list[int](), [isinstance(place, int)]
+        changing: list[Any] = [states, key, value]
+        at = [states.data_ptr(), key.data_ptr(), value.data_ptr()]
+        variant: tuple[bool, ...] = (isinstance(place, int),)
+        from_row_to_row = list[int]()
         for mean, covariance, log_tokens in moments:
-            moment_operands += mean, covariance, log_tokens
-            # From row to row: 0, if all rows share one.
-            strides += 0 if mean.shape[0] == self._kv_heads else self._kv_heads, int(log_tokens.shape[0] > 1)
-            variant.append(covariance.data_ptr() % 16 == 0)
-        missing = 2 - len(moments)
-        moment_operands, strides = moment_operands + [None] * (3 * missing), strides + [0] * (2 * missing)
-        there, column = (None, place) if isinstance(place, int) else (place, 0)
-        grid = self._grid if moments else self._store_grid
-        arguments = (
-            states, key, value, *self._near, there, self.log_bulk, *moment_operands,
-            *of_query[:2], *of_key[:2], *of_value[:2], *self._near_strides, *strides, column, query.scaling,
-        )  # fmt: skip
-        if not states.is_cuda or states.device.index == torch.cuda.current_device():
-            self._launches.launch(store_kernel, grid, tuple(variant), *arguments)
-        else:  # Triton launches on the current device. Setting it costs as much as a launch, so only if need be.
-            with torch.cuda.device_of(states):
-                self._launches.launch(store_kernel, grid, tuple(variant), *arguments)
+            changing += mean, covariance, log_tokens
+            at += mean.data_ptr(), covariance.data_ptr(), log_tokens.data_ptr()
+            variant += (at[-2] % 16 == 0,)
+            # 0, if all rows share one.
+            from_row_to_row += 0 if mean.shape[0] == self._kv_heads else self._kv_heads, int(log_tokens.shape[0] > 1)
+        changing.append(place)
+        at.append(place if isinstance(place, int) else place.data_ptr())
+        kind = variant, of_query, of_key, of_value, query.scaling, *from_row_to_row
+        self._steps.launch(functools.partial(self._list_launches, kind), changing, at, variant=variant, kind=kind)
         if moments:
             query.log_bulk, query.moments = self.log_bulk, ()
         query.unstored = None
+
+    def _list_launches(self, kind: tuple[Any, ...], *changing: Any) -> list[Launch]:
+        """The launch for a `kind` and for what changes, as in `store`."""
+        (by_host, *_), of_query, of_key, of_value, scaling, *from_row_to_row = kind
+        states, key, value, *moments, place = changing
+        there, column = (None, place) if by_host else (place, 0)
+        strides = *of_query[:2], *of_key[:2], *of_value[:2], *self._near_strides, *from_row_to_row
+        return [(
+            self._launches, store_kernel, self._grid if moments else self._store_grid, (
+                states, key, value, *self._near, there, self.log_bulk, *moments, *[None] * (6 - len(moments)),
+                *strides, *[0] * (4 - len(from_row_to_row)), column, scaling,
+            ),
+        )]  # fmt: skip

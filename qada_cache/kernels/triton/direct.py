@@ -1,0 +1,64 @@
+"""Direct launches of compiled kernels: without Triton's own lookup, which takes the host longer than the launch."""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+_HERE = contextlib.nullcontext()
+
+
+class Field(NamedTuple):
+    """Stands in for an argument that changes from step to step: its place among all such."""
+
+    place: int
+
+
+class DirectLaunch:
+    """A launch of a compiled kernel as Triton does it, but for a description of all arguments that only a hook would
+    read."""
+
+    def __init__(self, compiled: Any, grid: tuple[int, int, int], args: Iterable[Any]) -> None:
+        """`args`: all of the kernel's, constants included, with a `Field` for each that changes. Tensors may be given
+        by their addresses: Triton would ask each tensor for its address, and the driver for each of these."""
+        self._run = compiled.run
+        self._told = [*grid, None, compiled.function, compiled.packed_metadata, None, None, None, *args]
+        self._runs = _find_runs(self._told)
+
+    def launch(self, stream: int, changing: Sequence[Any] = ()) -> None:
+        """Launch it. `changing` has the value of each `Field`."""
+        told = self._told
+        told[3] = stream
+        for places, fields in self._runs:
+            told[places] = changing[fields]
+        self._run(*told)
+
+
+def _find_runs(told: list[Any]) -> list[tuple[slice, slice]]:
+    """Where each `Field` is, and its place among those that change. Neighbours are found together, as they are written
+    at once."""
+    runs: list[tuple[int, int, int]] = []  # both, and their number
+    for place, each in enumerate(told):
+        if isinstance(each, Field):
+            first, field, count = runs[-1] if runs else (0, 0, 0)
+            if (place, each.place) == (first + count, field + count):
+                runs[-1] = first, field, count + 1
+            else:
+                runs.append((place, each.place, 1))
+    return [(slice(first, first + count), slice(field, field + count)) for first, field, count in runs]
+
+
+def find_stream() -> int:
+    """The handle of the current device's current stream."""
+    active = driver.active
+    return active.get_current_stream(active.get_current_device())
+
+
+def at_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Inside, Triton launches on the tensor's device, which is the current one. To set it costs as much as a launch, so
+    that is done only if need be."""
+    is_current = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
+    return _HERE if is_current else torch.cuda.device_of(tensor)
