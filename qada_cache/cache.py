@@ -180,7 +180,7 @@ class QAdACache(WatchedCache):
             self._shared.rope_deltas.note(key_states.shape[2], self._count_tokens())
         self._enter(layer_idx, "keys")
         if not isinstance(layer := self.layers[layer_idx], QAdALayer):  # ours check for themselves
-            self._check_rows(layer_idx, len(key_states))
+            self._check_rows(layer_idx, key_states.shape[0])
         if self.options.progress:
             # `WatchedCache.get_seq_length` would take this call for the model's, and note it.
             held, tokens = super(WatchedCache, self).get_seq_length(layer_idx), key_states.shape[2]

@@ -121,7 +121,7 @@ class QAdALayer(Asker, DynamicLayer):
                 "QAdACache serves inference only: call the model under torch.no_grad() (generate() does), "
                 "or train without a cache"
             )
-        self.check_rows(len(key_states))
+        self.check_rows(key_states.shape[0])
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         elif (key_states.dtype, value_states.dtype) != self.store.dtypes:

@@ -46,7 +46,7 @@ class NearTokens(Versioned):
     @property
     def has_room(self) -> bool:
         """Whether the present buffers have room for one more token of every row."""
-        return self.end < min(self.capacity, self.near_keys.shape[2] - self.sinks)
+        return self.end < self.capacity and self.sinks + self.end < self.near_keys.shape[2]
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` recent tokens."""

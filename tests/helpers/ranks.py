@@ -19,7 +19,7 @@ def launch(*command: str | Path, python: str | Path = sys.executable, timeout: f
 
     Afterwards all have ended, also if they failed or hung. The error of a failure shows their output.
     """
-    quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(
         [python, "-m", *map(str, command)],
         env={**os.environ, **quiet, **variables},

@@ -53,7 +53,7 @@ def test_what_a_step_launches_and_allocates(
     with Operations() as found:
         triton_decode.fused_decode(*call)
     assert [name for name, _ in launched] == 2 * expected
-    assert list(map(str, found.called)) == ["aten.new_empty.default"] * 2
+    assert list(map(str, found.called)) == ["aten.empty_like.default"] * 2
 
 
 @interpreter
