@@ -66,12 +66,12 @@ def attend(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """`forward.attention_forward` for keys that `layer` handed out."""
-    store, config = layer.store, cast(PreTrainedConfig, module.config)
+    store, lead = layer.store, layer.shared.forward_pass.lead
     if store is None:  # a layer without a store has handed out no keys
         _refuse_second(layer)
-    lead = layer.shared.forward_pass.lead
     if lead is not None and (out := follow(lead, layer, module, query, key, value, mask, kwargs)) is not None:
         return out, None
+    config = cast(PreTrainedConfig, module.config)
     scaling = query.shape[3] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
     softcap = kwargs.get("softcap")
     # The model's own attention ignores a cap under "sdpa" in older transformers, and raises in newer ones.

@@ -70,22 +70,23 @@ def find_plan(layer: Asker, store: TokenStore, states: Tensor, *, by_kernel: boo
     """The layer's plan for queries `states` `[batch, heads, queries, dim]`, with learned `sinks` or without. Unless
     `by_kernel`, torch computes them."""
     kind, version = (by_kernel, sinks, states.shape, states.dtype, states.device), store.version
-
-    def make() -> Plan:
-        kernel = find_kernel(layer, store, states, sinks=sinks) if by_kernel else None
-        operands = find_operands(layer, store, by_kernel=kernel is not None)
-        return Plan(kind, version, kernel, operands, states.shape, find_storer(layer, store, states, kernel))
-
     # Steps keep their plan over turns, so that a graph of them stays valid.
     name = "plan" if states.shape[2] == 1 else "turn_plan"
     plan: Plan | None = getattr(layer, name)
     if plan is None or plan.kind != kind or plan.version != version:
         layer.drop_old_plans(version)
-        plan = make()
+        plan = _make_plan(layer, store, states, kind)
         setattr(layer, name, plan)
     elif CHECKS:
-        _check_current(plan, make())
+        _check_current(plan, _make_plan(layer, store, states, kind))
     return plan
+
+
+def _make_plan(layer: Asker, store: TokenStore, states: Tensor, kind: tuple[Any, ...]) -> Plan:
+    by_kernel, sinks = kind[:2]
+    kernel = find_kernel(layer, store, states, sinks=sinks) if by_kernel else None
+    operands = find_operands(layer, store, by_kernel=kernel is not None)
+    return Plan(kind, store.version, kernel, operands, states.shape, find_storer(layer, store, states, kernel))
 
 
 def find_operands(layer: Asker, store: TokenStore, *, by_kernel: bool) -> Operands:
