@@ -22,7 +22,7 @@ def poison() -> Iterator[list[int]]:
     can tell that something was.
     """
     poisoned: list[int] = []
-    empty, new_empty = torch.empty, Tensor.new_empty
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, Tensor.new_empty
     truncate, initialise = Bulk.truncate, TokenStore.__init__
 
     def fill(tensor: Tensor) -> Tensor:
@@ -44,6 +44,7 @@ def poison() -> Iterator[list[int]]:
 
     with (
         mock.patch.object(torch, "empty", lambda *args, **kwargs: fill(empty(*args, **kwargs))),
+        mock.patch.object(torch, "empty_like", lambda *args, **kwargs: fill(empty_like(*args, **kwargs))),
         mock.patch.object(Tensor, "new_empty", lambda *args, **kwargs: fill(new_empty(*args, **kwargs))),
         mock.patch.object(Bulk, "truncate", poisoned_truncate),
         mock.patch.object(TokenStore, "__init__", poisoned_init),

@@ -158,7 +158,7 @@ def test_a_turn_in_a_cache(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(stats[0].local_share, stats[1].local_share)
 
 
-LAUNCH_NOTHING = {"new_empty", "_unsafe_view"}  # beside views
+LAUNCH_NOTHING = {"empty_like", "new_empty", "_unsafe_view"}  # beside views
 
 
 @pytest.mark.parametrize("kv_heads", [1, 6])

@@ -19,6 +19,7 @@ from ... import sketch as definition
 from ...sketch import STEPS, Layout, codec
 from ...sketch.codec import Sketch
 from .blocks import BLOCK, WORD_BITS, rotate, to_nearest
+from .direct import at_device
 from .launching import Launches
 
 ALIGNMENT = 16  # bytes, of addresses that are read at once
@@ -264,7 +265,7 @@ def code_segments(sketch: Sketch, rows: slice, first: int, keys: Tensor, energie
     places = rows.indices(len(sketch.scales))[0], first, tokens, segments, sketch.units.shape[2]
     described = keys, energies, sketch.centres, sketch.order, sketch.weights
     grid, room, variant = (segments, heads, batch), sketch.scales.shape[2], (keys.dtype, keys.device, energies is None)
-    with torch.cuda.device_of(keys):  # Triton launches on the current device
+    with at_device(keys.device):
         describe.launch(describe_kernel, grid, variant, *described, *blocks, *places)
         coded = (*described, sketch.codes, found, *blocks, *places, room)
         code.launch(code_kernel, (triton.cdiv(tokens, at_once), heads, batch), variant, *coded)

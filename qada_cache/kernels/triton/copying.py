@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .direct import at_device
 from .launching import Launches
 
 RUNS = 6  # tensors that one launch copies
@@ -113,7 +114,7 @@ def copy_tokens(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) ->
     dtype, (batch, heads, _, dim) = pairs[0][0].dtype, pairs[0][0].shape
     launches, block = _bind_copying(dtype, dim)
     vector, on_host = ALIGNMENT // dtype.itemsize, any(part.device != device for part in pairs[0])
-    with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton launches on the current device
+    with at_device(device):
         for first in range(0, len(pairs), RUNS):
             now, arguments, blocks = pairs[first : first + RUNS], list[Any](), 0
             for target, source in now:

@@ -7,13 +7,13 @@ that the same tokens give the same numbers in every run.
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .blocks import BLOCK
 from .coding import align
+from .direct import at_device
 from .launching import Launches
 
 CHUNK = tl.constexpr(512)  # tokens
@@ -157,7 +157,7 @@ def take_in(count: int, means: tuple[Tensor, Tensor], covariance: Tensor, left: 
     sizes = (chunks + 1) * left_dim, (chunks + 1) * right_dim, chunks * left_dim * right_dim
     scratch = covariance.new_empty(batch * heads * sum(sizes)).split([batch * heads * size for size in sizes])
     counts = count, tokens, chunks
-    with torch.cuda.device_of(left):  # Triton launches on the current device
+    with at_device(left.device):
         correlate.launch(
             correlate_kernel, (chunks * -(-right_dim // columns), heads, batch), variant,
             left, right, *means, *scratch, *blocks, *other_blocks, *counts,

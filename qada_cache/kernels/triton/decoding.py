@@ -14,6 +14,7 @@ from ...sketch.codec import Sketch
 from ...sketch.coded import RecordLayout
 from .blocks import WORD_BITS, rotate
 from .coding import find_sizes, round_to_bfloat16
+from .direct import at_device
 from .launching import Launches
 from .record_kernels import SCALES
 from .recording import load_segment, predict_keys
@@ -152,7 +153,7 @@ def decode_tokens(
     (first_row, *_), (first_head, *_) = rows.indices(len(sketch.scales)), heads.indices(sketch.scales.shape[1])
     places = first_row, first_head, sketch.scales.shape[1], first, tokens, segments
     variant = keys.dtype, values.dtype, records.device, records.data_ptr() % 16 == 0
-    with torch.cuda.device_of(records):  # Triton launches on the current device
+    with at_device(records.device):
         launches.launch(
             decode_kernel, (triton.cdiv(first % run + tokens, run), shape[1], shape[0]), variant,
             records, weights, sketch.codes, sketch.scales, sketch.units, sketch.centres, sketch.order, sketch.weights,

@@ -13,6 +13,7 @@ from ...sketch import ERRORS, STEPS, Layout, codec
 from ...sketch.codec import Sketch
 from .blocks import to_nearest
 from .coding import STEP_1, STEP_2, STEP_4, TINY, by_bits, find_sizes
+from .direct import at_device
 from .launching import Launches
 
 COLUMNS = tl.constexpr(16)  # columns of pairs of slopes that a program rounds
@@ -119,7 +120,7 @@ def derive(sketch: Sketch, rows: slice, length: int, covariance: Tensor) -> None
     # Scratch of `average_channels`: what each segment adds to `noise` and to `variances`, by channel.
     segment_terms = torch.empty(stop - first, heads, segments, 2, dim, dtype=torch.float32, device=covariance.device)
     grid = 1 + triton.cdiv(dim // 2, COLUMNS.value), heads, stop - first
-    with torch.cuda.device_of(covariance):  # Triton launches on the current device
+    with at_device(covariance.device):
         _bind_deriving(layout, value_dim, definition.SEGMENT_TOKENS).launch(
             derive_kernel, grid, (covariance.device,),
             sketch.weights, sketch.order, sketch.mean_squares, covariance,

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.runtime import driver
 
 _HERE = contextlib.nullcontext()
@@ -57,8 +56,8 @@ def find_stream() -> int:
     return active.get_current_stream(active.get_current_device())
 
 
-def at_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Inside, Triton launches on the tensor's device, which is the current one. To set it costs as much as a launch, so
-    that is done only if need be."""
-    is_current = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
-    return _HERE if is_current else torch.cuda.device_of(tensor)
+def at_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Inside, Triton launches on this device, which is the current one. To set it costs as much as a launch, so that is
+    done only if need be."""
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return _HERE if is_current else torch.cuda.device(device)

@@ -21,6 +21,7 @@ from ...sketch.coded import RecordLayout
 from . import sizing
 from .blocks import attend, dot, load_tokens
 from .coding import find_sizes
+from .direct import at_device
 from .latent_records import attend_latent_records, count_own_words
 from .launching import Launches
 
@@ -225,7 +226,7 @@ def _attend(
     parts = out, lse
     if splits > 1:
         parts = out.new_empty(batch, queries, splits, rank), lse.new_empty(batch, queries, splits)
-    with torch.cuda.device_of(query):  # Triton launches on the current device
+    with at_device(query.device):
         launch((splits, blocks, batch), parts, split_tokens)
         if splits > 1:
             merging.launch(latent_merge_kernel, (batch * queries, 1, 1), (query.device,), *parts, out, lse, splits)

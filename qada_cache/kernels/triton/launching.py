@@ -91,7 +91,7 @@ class Steps:
         """Launch what `list_launches` makes of the arguments that change from step to step, the first of which is a
         tensor on the kernels' device. `addresses` are the same with addresses for tensors. `variant` is as in
         `Launches`. All other arguments are the same for one `kind`, unless they are not to be noted."""
-        with at_device(changing[0]):
+        with at_device(changing[0].device):
             if note and kind in self._direct and not are_watched():
                 stream = find_stream()
                 for direct in self._direct[kind]:

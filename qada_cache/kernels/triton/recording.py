@@ -13,6 +13,7 @@ from ...sketch.codec import Sketch
 from ...sketch.coded import RecordLayout
 from .blocks import BLOCK, rotate
 from .coding import SIZES, TINY, align, by_bits, find_shifts, find_sizes, find_words, round_to_bfloat16
+from .direct import at_device
 from .launching import Launches
 from .record_kernels import SCALES
 
@@ -171,7 +172,7 @@ def code_records(
     words = torch.empty(batch, heads, tokens, stride // 4, dtype=torch.int32, device=keys.device)
     records = words.view(torch.uint8)
     places = rows.indices(len(sketch.scales))[0], first, tokens, sketch.units.shape[2], sketch.scales.shape[2]
-    with torch.cuda.device_of(keys):  # Triton launches on the current device
+    with at_device(keys.device):
         launches.launch(
             record_kernel, (triton.cdiv(tokens, at_once), heads, batch), (keys.dtype, values.dtype, keys.device),
             keys, values, weights, sketch.codes, sketch.scales, sketch.units, sketch.centres, sketch.order,

@@ -26,6 +26,7 @@ from ..sampled_prompt import (
     find_sum_stride,
     find_whole,
 )
+from .direct import at_device
 from .launching import FUSING
 from .prompt_kernels import read_kernel, sample_kernel, share_kernel
 
@@ -76,7 +77,7 @@ def selected_attention(
     sizes = (tokens - begins).clamp_max(block)
     pairs, first = batch * heads * (sizes * (sizes + 1) // 2).sum(), 0
     whole = find_whole(length - past, window, block)
-    with torch.cuda.device_of(query):  # Triton launches on the current device
+    with at_device(query.device):
         while first < blocks:
             some, capacity = _find_slice(first, blocks, batch * heads, past, block)
             sharing: dict[str, Any] = {"scaling": scaling, "threshold": threshold, "sinks": sinks}
