@@ -37,8 +37,8 @@ class DirectLaunch:
 
 
 def _find_runs(told: list[Any]) -> list[tuple[slice, slice]]:
-    """Where each `Field` is, and its place among those that change. Neighbours are found together, as they are written
-    at once."""
+    """The places of each `Field` among all arguments and among those that change. Neighbours are written at once, so
+    they are found together."""
     runs: list[tuple[int, int, int]] = []  # both, and their number
     for place, each in enumerate(told):
         if isinstance(each, Field):
