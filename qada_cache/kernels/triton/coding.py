@@ -246,10 +246,12 @@ def _bind_coding(layout: Layout, segment: int, last: int) -> tuple[Launches, Lau
 def align(tokens: Tensor) -> tuple[Tensor, list[int]]:
     """Tokens `[rows, kv_heads, tokens, dim]`, copied if kernels could not read them in blocks of channels, and the
     strides of the first three dimensions in such blocks."""
-    strides = tokens.stride()
-    if strides[3] != 1 or tokens.data_ptr() % ALIGNMENT or any(stride % definition.BLOCK for stride in strides[:3]):
+    of_row, of_head, of_token, of_channel = tokens.stride()
+    block = definition.BLOCK  # a power of two
+    if of_channel != 1 or (of_row | of_head | of_token) & (block - 1) or tokens.data_ptr() % ALIGNMENT:
         tokens = tokens.clone(memory_format=torch.contiguous_format)
-    return tokens, [stride // definition.BLOCK for stride in tokens.stride()[:3]]
+        of_row, of_head, of_token, _ = tokens.stride()
+    return tokens, [of_row // block, of_head // block, of_token // block]
 
 
 def code_segments(sketch: Sketch, rows: slice, first: int, keys: Tensor, energies: Tensor | None) -> None:

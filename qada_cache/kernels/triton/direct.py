@@ -24,7 +24,7 @@ class DirectLaunch:
         """`args`: all of the kernel's, constants included, with a `Field` for each that changes. Tensors may be given
         by their addresses: Triton would ask each tensor for its address, and the driver for each of these."""
         self._run = compiled.run
-        self._told = [*grid, None, compiled.function, compiled.packed_metadata, None, None, None, *args]
+        self._told = [*list_told(compiled, grid), *args]
         self._runs = _find_runs(self._told)
 
     def launch(self, stream: int, changing: Sequence[Any] = ()) -> None:
@@ -34,6 +34,11 @@ class DirectLaunch:
         for places, fields in self._runs:
             told[places] = changing[fields]
         self._run(*told)
+
+
+def list_told(compiled: Any, grid: tuple[int, int, int], stream: int = 0) -> tuple[Any, ...]:
+    """What a launcher is told before a kernel's own arguments."""
+    return *grid, stream, compiled.function, compiled.packed_metadata, None, None, None
 
 
 def _find_runs(told: list[Any]) -> list[tuple[slice, slice]]:

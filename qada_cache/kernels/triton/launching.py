@@ -15,7 +15,7 @@ from triton.runtime import JITFunction
 
 from ...garbage import without_collecting
 from ..operands import Rows
-from .direct import DirectLaunch, Field, at_device, find_stream
+from .direct import DirectLaunch, Field, at_device, find_stream, list_told
 
 # In older Pythons, a thread in which garbage is collected while it makes a syntax tree breaks other threads' trees
 # (SystemError: "AST constructor recursion depth mismatch", cpython's issue 106905).
@@ -46,14 +46,15 @@ class Launches:
         Triton compiles anew."""
         if _dry_run.launches is not None:
             _dry_run.launches.append((self, kernel, grid, args))
-        elif (direct := self.find_direct(variant, grid, args)) is not None:
-            direct.launch(find_stream())
         elif (found := self._compiled.get(variant)) is None:
             if (compiled := kernel[grid](*args, **self.constants)) is not None:  # the interpreter compiles nothing
                 self._compiled[variant] = compiled, [self.constants[name] for name in kernel.arg_names[len(args) :]]
         else:
             compiled, constants = found
-            compiled[grid](*args, *constants)
+            if are_watched():
+                compiled[grid](*args, *constants)
+            else:
+                compiled.run(*list_told(compiled, grid, find_stream()), *args, *constants)
 
     def find_direct(
         self, variant: tuple[Any, ...], grid: tuple[int, int, int], args: Iterable[Any]
