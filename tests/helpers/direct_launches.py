@@ -99,6 +99,21 @@ def check_bulk_in_host_memory() -> None:
     assert ([name for name, _ in launched], asked, tensors) == (["local_kernel", "bulk_kernel"], [], 2)
 
 
+def check_grown_scratch() -> None:
+    """A layer whose steps need more memory replaces what they share: the next direct launches have the new one."""
+    small, large = (Step(32, 32, 2, torch.float32, tokens).make_operands() for tokens in (3000, 60_000))
+    for _ in range(2):
+        before, _, _ = launch(compute(*small))
+    launch(compute(*large))
+    for _ in range(2):  # with all arguments, and with those that change
+        directly, asked, _ = launch(compute(*small))
+        assert not asked
+        assert directly != before
+        with watched():
+            by_triton, _, _ = launch(compute(*small))
+        assert directly == by_triton
+
+
 def store(storer: Storer, query: Query, column: int | torch.Tensor) -> Callable[[], set[int]]:
     """A token's storing, which returns no tensors."""
 
@@ -120,21 +135,33 @@ def check_storer() -> int:
         moments = torch.zeros(rows * KV_HEADS, 1, 32), torch.zeros(rows * KV_HEADS, 32, 32), torch.zeros(rows, 1, 1, 1)
         return Query(token, 0.1, unstored=(key, value), moments=[moments] * prompts)
 
+    def lay_out(query: Query) -> Query:
+        """The same with keys farther apart: calls of another kind."""
+        assert query.unstored is not None
+        key, value = query.unstored
+        return replace(query, unstored=(torch.cat([key, key], dim=3)[..., :32], value))
+
     kinds: list[tuple[int, int, Any]] = [(1, 0, 7), (1, 1, 7), (BATCH, 1, 7), (BATCH, 2, 7), (1, 2, place)]
     for rows, prompts, column in kinds:
         launch(store(storer, draw(rows, prompts), column))
-        later, other = draw(rows, prompts), column if column is place else column + 1
-        directly, asked, tensors = launch(store(storer, later, other))
-        assert (len(directly), asked, tensors) == (1, [], 0)
-        with watched():
-            by_triton, _, _ = launch(store(storer, later, other))
-        assert directly == by_triton
+        other = column if column is place else column + 1
+        given = list[int]()  # how many arguments are tensors, which they are for the first ones of a kind
+        drawn = [draw(rows, prompts) for _ in range(4)]
+        for later in (drawn[0], lay_out(drawn[1]), lay_out(drawn[2]), drawn[3]):
+            directly, asked, tensors = launch(store(storer, later, other))
+            assert (len(directly), asked) == (1, [])
+            given.append(tensors)
+            with watched():
+                by_triton, _, _ = launch(store(storer, later, other))
+            assert directly == by_triton
+        assert [count > 0 for count in given] == [False, True, False, False]
     return len(kinds)
 
 
 def main() -> None:
     driver.set_active(DRIVER)
     check_bulk_in_host_memory()
+    check_grown_scratch()
     print(f"{check_decode()} kernels are called directly, and one for {check_storer()} kinds of calls")
 
 

@@ -56,6 +56,16 @@ def test_what_a_step_launches_and_allocates(
     assert list(map(str, found.called)) == ["aten.empty_like.default"] * 2
 
 
+@pytest.mark.usefixtures("launched")
+def test_a_layer_holds_no_memory_like_a_steps() -> None:
+    """A turn of many queries has large outputs, and a model has many layers."""
+    query, rows, layer = step_of(**Scene(bulk=[(777, 9), (39, 0)]).step_arguments())
+    handed_out = triton_decode.fused_decode(query, rows, layer)
+    held = [part for part in vars(layer.bound).values() if isinstance(part, torch.Tensor)]
+    assert all(part.is_contiguous() for part in handed_out)
+    assert sum(part.untyped_storage().nbytes() for part in held) < handed_out[0].nbytes / 10
+
+
 @interpreter
 def test_layers_take_turns() -> None:
     """At the same memory: layers of other sizes, and other queries of one that was bound before."""

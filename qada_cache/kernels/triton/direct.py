@@ -23,8 +23,7 @@ class DirectLaunch:
     def __init__(self, compiled: Any, grid: tuple[int, int, int], args: Iterable[Any]) -> None:
         """`args`: all of the kernel's, constants included, with a `Field` for each that changes. Tensors may be given
         by their addresses: Triton would ask each tensor for its address, and the driver for each of these."""
-        self._run = compiled.run
-        self._told = [*list_told(compiled, grid), *args]
+        self._run, self._told = compiled.run, _list_told(compiled, grid, None, args)
         self._runs = _find_runs(self._told)
 
     def launch(self, stream: int, changing: Sequence[Any] = ()) -> None:
@@ -36,9 +35,14 @@ class DirectLaunch:
         self._run(*told)
 
 
-def list_told(compiled: Any, grid: tuple[int, int, int], stream: int = 0) -> tuple[Any, ...]:
-    """What a launcher is told before a kernel's own arguments."""
-    return *grid, stream, compiled.function, compiled.packed_metadata, None, None, None
+def launch_once(compiled: Any, grid: tuple[int, int, int], args: Iterable[Any]) -> None:
+    """As a `DirectLaunch`, of which nothing is kept."""
+    compiled.run(*_list_told(compiled, grid, find_stream(), args))
+
+
+def _list_told(compiled: Any, grid: tuple[int, int, int], stream: int | None, args: Iterable[Any]) -> list[Any]:
+    """What Triton's launcher is told: no metadata for hooks, and no hooks, then the kernel's arguments."""
+    return [*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args]
 
 
 def _find_runs(told: list[Any]) -> list[tuple[slice, slice]]:

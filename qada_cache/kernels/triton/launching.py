@@ -15,7 +15,7 @@ from triton.runtime import JITFunction
 
 from ...garbage import without_collecting
 from ..operands import Rows
-from .direct import DirectLaunch, Field, at_device, find_stream, list_told
+from .direct import DirectLaunch, Field, at_device, find_stream, launch_once
 
 # In older Pythons, a thread in which garbage is collected while it makes a syntax tree breaks other threads' trees
 # (SystemError: "AST constructor recursion depth mismatch", cpython's issue 106905).
@@ -49,12 +49,10 @@ class Launches:
         elif (found := self._compiled.get(variant)) is None:
             if (compiled := kernel[grid](*args, **self.constants)) is not None:  # the interpreter compiles nothing
                 self._compiled[variant] = compiled, [self.constants[name] for name in kernel.arg_names[len(args) :]]
+        elif are_watched():
+            found[0][grid](*args, *found[1])
         else:
-            compiled, constants = found
-            if are_watched():
-                compiled[grid](*args, *constants)
-            else:
-                compiled.run(*list_told(compiled, grid, find_stream()), *args, *constants)
+            launch_once(found[0], grid, (*args, *found[1]))
 
     def find_direct(
         self, variant: tuple[Any, ...], grid: tuple[int, int, int], args: Iterable[Any]
@@ -69,7 +67,8 @@ Launch = tuple[Launches, Any, tuple[int, int, int], tuple[Any, ...]]
 
 
 class Steps:
-    """Launches one behind the other, from step to step. Triton does the first ones of a kind, later ones are direct."""
+    """Launches one behind the other, from step to step. The first ones of a kind find all their arguments; later ones
+    are direct, and write only those that change."""
 
     def __init__(self) -> None:
         self._variants: set[tuple[Any, ...]] = set()  # that have been launched
