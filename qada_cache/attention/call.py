@@ -72,7 +72,8 @@ def attend(
     if lead is not None and (out := follow(lead, layer, module, query, key, value, mask, kwargs)) is not None:
         return out, None
     config = cast(PreTrainedConfig, module.config)
-    scaling = query.shape[3] ** -0.5 if kwargs["scaling"] is None else kwargs["scaling"]
+    # Of an int, Triton would make a constant.
+    scaling = query.shape[3] ** -0.5 if kwargs["scaling"] is None else float(kwargs["scaling"])
     softcap = kwargs.get("softcap")
     # The model's own attention ignores a cap under "sdpa" in older transformers, and raises in newer ones.
     if softcap is not None and config._attn_implementation == "sdpa":

@@ -24,9 +24,9 @@ def note_step(layer: QAdALayer, asked: Query, mask: Any, kwargs: dict[str, Any])
     plain = not layer.options.device_budget and not layer.options.audit_every and type(layer) is QAdALayer
     if plan is None or plan.kernel is None or store is None or not (single and plain) or forward_pass.given is not None:
         return
-    watched, scaling = list_watched(kwargs), kwargs["scaling"]
-    if watched is not None and scaling is not None and not layer.readers:
-        plan.call = TokenCall(frozenset(kwargs), watched, scaling)
+    watched = list_watched(kwargs)
+    if watched is not None and kwargs["scaling"] is not None and not layer.readers:
+        plan.call = TokenCall(frozenset(kwargs), watched, asked.scaling)
     if layer.index == layer.shared.model.layers[0] and not torch.is_autocast_enabled(asked.states.device.type):
         state: dict[str, Any] = {"lengths": store.lengths, "flushed": store.flushed, "end": store.end}
         rows = forward_pass.find_rows(**state, queries=1, valid=None, device=asked.states.device)
