@@ -48,10 +48,10 @@ WHICH = "path, Hugging Face Hub id, or GGUF file"
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     about = "QAdACache: attention heads that read the long context only when they need it."
-    parser = argparse.ArgumentParser(prog="qada", description=about)
+    parser = _Parser(prog="qada", description=about)
     parser.add_argument("--version", action="version", version=f"qada-cache {__version__}")
     parser.set_defaults(revision=None, trust_remote_code=False)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands: Any = parser.add_subparsers(dest="command", required=True)
 
     loading = argparse.ArgumentParser(add_help=False)
     loading.add_argument("--dtype", default="auto", help="of the model (default: the checkpoint's)")
@@ -127,6 +127,17 @@ def make_parser() -> argparse.ArgumentParser:
     stored.add_argument("--all", action="store_true", help="drop: all of them")
     stored.add_argument("--folder", type=Path, help="of a PrefixStore (default: its own)")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes the IDs of `qada store` behind options, too: argparse of Python 3.11 takes none that follow a FOLDER."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        options, rest = super().parse_known_args(args, namespace)
+        if hasattr(options, "ids"):
+            options.ids += [each for each in rest if not each.startswith("-")]
+            rest = [each for each in rest if each.startswith("-")]
+        return options, rest
 
 
 class _Once(argparse.Action):

@@ -1,6 +1,7 @@
 """The commands of `qada`, as functions of parsed arguments."""
 
 import argparse
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,8 @@ def make_serve_folder(options: argparse.Namespace) -> None:
     except BaseException:  # an interruption, too: a folder that is left would make the next try fail
         shutil.rmtree(options.out)
         raise
-    print(f"made {options.out}: transformers serve {options.out} --trust-remote-code --log-level info")
+    served = shlex.quote(str(options.out))
+    print(f"made {options.out}: transformers serve {served} --trust-remote-code --log-level info")
 
 
 def manage_store(options: argparse.Namespace) -> int:

@@ -109,7 +109,7 @@ def test_commands(store: PrefixStore, model: PreTrainedModel, capsys: pytest.Cap
     keyed = next(row[0] for row in rows if row[3] == "yes")
     assert main(["store", "verify", *where]) == 0
     assert capsys.readouterr().out == "6 files are whole, 0 were not\n"
-    assert main(["store", "drop", keyed, *where]) == 0
+    assert main(["store", "drop", *where, keyed]) == 0
     assert capsys.readouterr().out == "removed 2 files\n"
     assert [each.keyed for each in store.prompts()] == [False]
     assert found(store, model, 1) == 511

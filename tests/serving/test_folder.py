@@ -77,10 +77,10 @@ def test_the_first_request_finds_everything_done(
 ) -> None:
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(defaults, "_remembered", {})
-    source, out = tmp_path / "model", tmp_path / "served"
+    source, out = tmp_path / "model", tmp_path / "to serve"
     shutil.copytree(needle.FOLDER, source, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     assert main(["serve-folder", "--model", str(source), "--out", str(out)]) == 0
-    assert f"transformers serve {out} --trust-remote-code" in capsys.readouterr().out
+    assert f"transformers serve '{out}' --trust-remote-code" in capsys.readouterr().out
     monkeypatch.setattr(defaults, "_remembered", {})  # as in another process
 
     def collect(*_: object) -> None:
