@@ -41,7 +41,7 @@ def launch_once(compiled: Any, grid: tuple[int, int, int], args: Iterable[Any]) 
 
 
 def _list_told(compiled: Any, grid: tuple[int, int, int], stream: int | None, args: Iterable[Any]) -> list[Any]:
-    """What Triton's launcher is told: no metadata for hooks, and no hooks, then the kernel's arguments."""
+    """Arguments of Triton's launcher: no metadata for hooks, and no hooks; then the kernel's own."""
     return [*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args]
 
 
