@@ -98,7 +98,7 @@ class Steps:
                     direct.launch(stream, addresses)
                 return
             launches = list_launches(*changing)
-            if variant not in self._variants:
+            if len(launches) > 1 and variant not in self._variants:
                 compile_together(launches)
                 self._variants.add(variant)
             for of_kernel, kernel, grid, args in launches:
