@@ -51,7 +51,7 @@ _TORCHS = "torch computes decode steps of this model, which no CUDA graph holds:
 
 def make_graph(options: Options, managed: ManagedModel, layers: list[Any]) -> "DecodeGraph | None":
     """The graph of a cache with these options and layers, or None. From now on the decoder's forward function uses it.
-    ValueError or NotImplementedError if `options.cuda_graph` is True and there can be none."""
+    ValueError or NotImplementedError if `options.cuda_graph` is True and the model shows that there can be none."""
     asked, model = options.cuda_graph, managed.get()
     if asked and model is None:
         raise ValueError("cuda_graph=True needs the model: QAdACache(model, cuda_graph=True)")
@@ -126,8 +126,9 @@ class DecodeGraph:
         if step is not None and not step.stores[0].has_room:
             _flush(step)
             followed = False
-        # Whether the last replay has written all that this one reads, but `inputs`.
+        # Whether the last replay has written all that this one reads, but `inputs`. Plans hold memory of the graph's.
         same = step is not None and followed and step.keeps_moments and step.takes(inputs)
+        same = same and all(plan() is not None for plan in self._facts[1])
         prepared = same and decoder in _proven and not self._is_model_stale
         if step is None or not prepared:
             step, self._step = Step(layers, inputs), None

@@ -224,9 +224,9 @@ class QAdALayer(Asker, DynamicLayer):
     def select_rows(self, index: list[int]) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.check_attended()
-        self.drop_plans()
         if self.store is None or index == list(range(self.store.batch)):
             return
+        self.drop_plans()
         if not index:  # as `DynamicCache` counts the tokens of no rows
             self.lazy_initialization(self.store.near_keys[:0], self.store.near_values[:0])
             self.seen, self.padding = 0, NONE

@@ -222,6 +222,25 @@ def test_what_changes_a_cache_between_replays_is_followed(device: str) -> None:
 
 
 @torch.inference_mode()
+def test_plans_that_are_gone_are_not_replayed(device: str) -> None:
+    """They hold memory that a graph writes to. Beams that keep their order keep them."""
+    model = tiny().to(device)
+    ids, cache = prompt(90)[0].to(device), make(model, token_threshold=0.0, cuda_graph=True)
+    decode(model, cache, 5)
+    cache.reorder_cache(torch.tensor([0]))
+    plans, graph = [layer.plan for layer in cache.layers], cache._decode_graph._graph
+    assert None not in plans
+    model(ids[:, 71:72], **pass_cache(cache))
+    assert [layer.plan for layer in cache.layers] == plans
+    assert cache._decode_graph._graph is graph
+    del plans
+    for layer in cache.layers:
+        layer.drop_plans()
+    model(ids[:, 72:73], **pass_cache(cache))
+    assert cache._decode_graph._graph is not graph
+
+
+@torch.inference_mode()
 def test_a_capture_that_fails_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that reads its numbers on the host cannot be captured: steps are computed without a graph, as before."""
     model = tiny().to(device)
