@@ -219,8 +219,8 @@ def _is_count(value: Any) -> bool:
 
 def check_alike(layers: Sequence[Any]) -> None:
     """Raise ValueError unless all layers of a file have the same tokens, of as many rows."""
-    ours = [layer for layer in layers if isinstance(layer, QAdALayer) and layer.store is not None]
-    texts = [(layer.seen, layer.store.lengths, layer.store.flushed) for layer in ours if layer.store is not None]
+    ours = [layer for layer in layers if isinstance(layer, QAdALayer)]
+    texts = [(layer.seen, layer.store.lengths, layer.store.flushed) if layer.store else None for layer in ours]
     if any(text != texts[0] for text in texts) or not all(layer.padding.equals(ours[0].padding) for layer in ours):
         raise ValueError(f"its layers hold different tokens: {texts}")
     stock = [layer for layer in layers if not isinstance(layer, QAdALayer)]
@@ -229,9 +229,10 @@ def check_alike(layers: Sequence[Any]) -> None:
         for name in ("conv_states", "recurrent_states"):
             states += (getattr(layer, name, None) or {}).values()
     rows = {len(state) for state in states if isinstance(state, Tensor) and state.dim() > 1}
-    rows |= {len(lengths) for _, lengths, _ in texts}
+    held = [text for text in texts if text is not None]
+    rows |= {len(lengths) for _, lengths, _ in held}
     # A batch without rows has no tokens in our layers, while transformers' go on counting.
     seen = {layer.get_seq_length() for layer in layers if hasattr(layer, COUNTED)}
-    seen |= {seen for seen, lengths, _ in texts if lengths}
+    seen |= {seen for seen, lengths, _ in held if lengths}
     if len(rows) > 1 or len(seen) > 1:
         raise ValueError(f"its layers hold different texts: {sorted(seen)} tokens in {sorted(rows)} rows")

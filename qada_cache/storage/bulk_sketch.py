@@ -204,7 +204,7 @@ class BulkSketch(Versioned):
     @property
     def record(self) -> dict[str, Any]:
         """The fields of a file, by name."""
-        tensors, tokens = self.tensors.to_tensors(), max(map(self.count_coded, self.lengths))
+        tensors, tokens = self.tensors.to_tensors(), max(map(self.count_coded, self.lengths), default=0)
         return {
             **self._view_codes(slice(None), 0, tokens),
             **{"mean_value": tensors["mean_value"], "mean_key": self.mean_key, "value_key_covariance": self.covariance},

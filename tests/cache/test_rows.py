@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy
 import pytest
 import torch
-from models import FAMILIES, exact, forced, prompt, tiny
+from models import FAMILIES, SMALL, exact, forced, prompt, tiny
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -156,6 +156,16 @@ def test_no_rows(model: PreTrainedModel, text: Tensor, caches: tuple, tmp_path: 
         cache.reset()
         got, wanted = (forced(model, text, [50, 10], used) for used in (cache, DynamicCache(config=model.config)))
         assert (got - wanted).abs().max() < 1e-3
+
+
+def test_no_rows_of_a_sketch(text: Tensor, tmp_path: Path) -> None:
+    """By default tokens are selected, so that a cache without rows has a sketch without rows."""
+    model = tiny()
+    cache = QAdACache(model, moments="current", **SMALL)
+    forced(model, text, [60], cache)
+    cache.batch_select_indices(torch.tensor([False] * ROWS))
+    cache.save(tmp_path / "none.safetensors")
+    assert QAdACache.load(tmp_path / "none.safetensors", model).get_seq_length() == cache.get_seq_length()
 
 
 @pytest.mark.parametrize(("verb", "argument", "rows"), [("batch_select_indices", [-1, 0], [2, 0]),

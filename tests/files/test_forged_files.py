@@ -131,6 +131,7 @@ def test_fields_that_are_missing_or_of_another_kind(scene: Scene) -> None:
             fields = state["layers"][0]["dict"]
             fields[field : field + 1] = [[fields[field][0], value] for value in forged]
             scene.check(scene.tensors, state)
+    scene.check(scene.tensors, {**scene.state, "layers": [scene.state["layers"][0], {"dict": []}]})
     for name in scene.state:
         scene.check(scene.tensors, {key: value for key, value in scene.state.items() if key != name})
     none: Any = []
