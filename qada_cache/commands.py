@@ -16,6 +16,7 @@ from .key_moments.prompts import choose_prompt, make_ids, read_dataset
 from .models.loading import count_positions, load_model
 from .names import PROMPTS
 from .prefix_store import PrefixStore
+from .prefix_store.folder import FOLDER
 from .preparing import prepare
 from .report import report
 from .report.asking import Request
@@ -188,7 +189,7 @@ def manage_store(options: argparse.Namespace) -> int:
             return int(bool(wrong))
         prompts_in_store = store.prompts()
     except FileNotFoundError:
-        print(f"no stored prompts: there is no folder {store.folder}")
+        print(f"no stored prompts: there is no folder {store.folder or files.find_home() / FOLDER}")
         return 0
     if prompts_in_store:
         _print_table([each.make_row() for each in prompts_in_store])

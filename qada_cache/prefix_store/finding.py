@@ -78,7 +78,7 @@ class Finder:
         while True:
             beginning = Beginning()
             path, states = self._find(tokens, most)
-            self.folder.touch(self.listing, [name for name, _ in path])
+            self.folder.touch(self.listing, [name for name, _ in path if name in self.listing.files])
             if states is not None:
                 try:
                     _, beginning.tensors, fields = self.folder.read_whole(states)

@@ -1,6 +1,5 @@
 """The folder of a store: files of segments, found by their names. The least recently used ones are removed."""
 
-import errno
 import os
 import time
 from collections import defaultdict
@@ -33,7 +32,7 @@ class Header(NamedTuple):
     tokens: list[int]
     reading: str  # how tokens were read, `naming.EXACT` if all of them exactly
     exact: int  # number of first tokens that were read exactly
-    sketch: str  # digest of the codes' options, by `sketches.digest_sketch`; empty: the file has no codes
+    sketch: str  # digest of the codes' options, by `sketches.digest_sketch`, or `CODED`; empty: the file has no codes
     about: dict[str, Any]  # the model, for people
 
     @property
@@ -250,8 +249,3 @@ def open_store(folder: Path | None, headers: dict[Name, Header], *, make: bool =
     else:
         with files.open_folder_at(folder, make=make) as descriptor:
             yield Folder(descriptor, folder, headers)
-
-
-def is_full(error: OSError) -> bool:
-    """Whether the error says that a disk or a quota is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -31,22 +31,23 @@ def store_row(
     max_bytes: int,
 ) -> tuple[int, int]:
     """Write missing segments, from the first on, and states. Returns the number of the row's tokens that are stored
-    now, and the bytes written. A longer segment replaces a shorter one that it begins with. An OSError if a file cannot
-    be written."""
+    now, and the bytes written. A longer segment replaces a shorter one that it begins with. A file that cannot be
+    written is the last one, with a warning."""
+    chain = list[Name]()
     arguments: dict[str, Any] = {"exact": exact, "reading": reading, "about": about, "max_bytes": max_bytes}
-    stored, written = _store_segments(folder, listing, root=root, tokens=tokens, sketch=sketch, copy=copy, **arguments)
-    chain, starts = [root], [0]
-    for start in range(0, stored - FILE_TOKENS + 1, FILE_TOKENS):
-        end = start + FILE_TOKENS
-        chain.append(name_segment(chain[-1], tokens[start:end], EXACT if end <= exact else reading))
-        starts.append(end)
-    arguments |= {"tokens": tokens[:stored], "chain": chain, "starts": starts}
+    stored, written = _store_segments(
+        folder, listing, chain, root=root, tokens=tokens, sketch=sketch, copy=copy, **arguments
+    )
+    whole = [root, *(name.own for name in chain[: stored // FILE_TOKENS])]
+    starts = [FILE_TOKENS * number for number in range(len(whole))]
+    arguments |= {"tokens": tokens[:stored], "chain": whole, "starts": starts}
     return stored, written + store_states(folder, listing, snapshots=snapshots, **arguments)
 
 
 def _store_segments(
     folder: Folder,
     listing: Listing,
+    chain: list[Name],
     *,
     root: str,
     tokens: Sequence[int],
@@ -57,8 +58,8 @@ def _store_segments(
     copy: Callable[[int, int], Layers],
     max_bytes: int,
 ) -> tuple[int, int]:
-    """As `store_row`, without states."""
-    parent, chain, written = root, list[Name](), 0
+    """As `store_row`, without states; stored segments are added to `chain`."""
+    parent, written = root, 0
     try:
         for start in range(0, len(tokens), FILE_TOKENS):
             part = list(tokens[start : start + FILE_TOKENS])
@@ -105,7 +106,8 @@ def _compare(folder: Folder, listing: Listing, new: Header, parent: str) -> tupl
 def _serves(one: Header, other: Header) -> bool:
     """Whether each cache that may use tokens of `other` may use as many of `one`, which begins with the same tokens."""
     return all(
-        one.count_usable(reading) >= other.count_usable(reading) for reading in ("no other", other.reading, one.reading)
+        one.count_usable(reading) >= other.count_usable(reading)
+        for reading in ("that of neither", other.reading, one.reading)
     )
 
 
@@ -122,8 +124,8 @@ def store_states(
     snapshots: Iterable[Snapshot],
     max_bytes: int,
 ) -> int:
-    """Write the states of sliding and linear layers after beginnings of `tokens`; returns the bytes written. An OSError
-    if a file cannot be written."""
+    """Write the states of sliding and linear layers after beginnings of `tokens`; returns the bytes written. A file
+    that cannot be written is the last one, with a warning."""
     written, spared, kept = 0, [name for name in listing.files if name.own in chain], list[Name]()
     if rest := list(tokens[starts[-1] :]):  # states are useless without the tokens before them, so these are spared
         behind = folder.list_following(listing, chain[-1])
@@ -138,7 +140,11 @@ def store_states(
             others = {str(index): held for index, held in snapshot.layers.items()}
             state = encode_record(others, "states", parts)
             header = Header(list(tokens[starts[name.number] : snapshot.tokens]), STATES + how, 0, "", about)
-            if not (size := _write(folder, listing, name, header, parts, max_bytes, spared + kept, states=state)):
+            try:
+                size = _write(folder, listing, name, header, parts, max_bytes, spared + kept, states=state)
+            except OSError as error:
+                size = _warn(error)
+            if not size:
                 break
             written += size
         kept.append(name)
@@ -156,16 +162,26 @@ def write_segment(
     chain: list[Name],
     held: tuple[int, int],
 ) -> int:
-    """Write a segment after `chain` and make room for it; returns its bytes, or 0, with a warning, if there is no room.
-    `held` are the numbers of tokens before it, and of the whole text."""
+    """Write a segment after `chain` and make room for it; returns its bytes, or 0, with a warning, if there is no room,
+    or it cannot be written. `held` are the numbers of tokens before it, and of the whole text."""
     parts = {f"{part} {at}": each for at, layer in enumerate(layers) for part, each in layer.items()}
-    if not (size := _write(folder, listing, name, header, parts, max_bytes, chain)):
+    try:
+        size = _write(folder, listing, name, header, parts, max_bytes, chain)
+    except OSError as error:
+        return _warn(error)
+    if not size:
         warn_once(
             logger,
             f"of a prompt of {held[1]} tokens {held[0]} are kept, as its max_bytes ({max_bytes}) hold no more: give "
             f"more to the PrefixStore of {folder.path}",
         )
     return size
+
+
+def _warn(error: OSError) -> int:
+    """Warn that a file could not be written; 0, its bytes."""
+    warn_once(logger, f"prompts cannot be kept: {error}")
+    return 0
 
 
 def _write(

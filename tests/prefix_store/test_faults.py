@@ -48,7 +48,9 @@ def test_a_disk_that_is_full_later(
 
     with monkeypatch.context() as patched:
         patched.setattr(files, "write", write)
-        PrefixStore(tmp_path / "prompts").keep(whole(), TEXT)
+        store = PrefixStore(tmp_path / "prompts")
+        assert store.keep(whole(), TEXT) == writes * FILE_TOKENS
+        assert store.stats().written_bytes > 0
     check_served(tmp_path / "prompts", writes * FILE_TOKENS)
 
 

@@ -13,7 +13,7 @@ import torch
 from models import SMALL, prompt
 from transformers import PreTrainedModel
 
-from qada_cache import PrefixStore, QAdACache
+from qada_cache import PrefixStore, QAdACache, files
 from qada_cache.__main__ import main
 from qada_cache.prefix_store.naming import FILE_TOKENS
 from qada_cache.versions import pass_cache
@@ -99,6 +99,8 @@ def test_commands(store: PrefixStore, model: PreTrainedModel, capsys: pytest.Cap
     for action in (["list"], ["verify"], ["drop", "--all"]):
         assert main(["store", *action, *where]) == 0
         assert capsys.readouterr().out == f"no stored prompts: there is no folder {store.folder}\n"
+    assert main(["store", "list"]) == 0
+    assert capsys.readouterr().out == f"no stored prompts: there is no folder {files.find_home() / 'prompts'}\n"
     keep(store, model, 1)
     keep(store, model, 1, key="tenant")
     keep(store, model, 2, tokens=FILE_TOKENS + 9)

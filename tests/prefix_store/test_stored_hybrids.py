@@ -178,6 +178,19 @@ def test_damaged_states_cost_time_only(store: PrefixStore, family: str, caplog: 
     assert len(states) < 12
 
 
+def test_a_segment_that_others_can_write_to(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Where states are needed, headers are read before segments are."""
+    model = tiny("qwen3_next")
+    text, _ = answer(store, model, DOCUMENT)
+    with store._open() as folder:
+        listing = folder.list()
+        (second,) = (n for n in listing.files if n.number == 1 and not folder.read_header(n).has_states)
+    (store.folder / str(second)).chmod(0o666)
+    _, held = answer(another(store), model, asked(text, 9, seed=2))
+    assert held <= 256
+    assert "read again from segment 1 on" in caplog.text
+
+
 def test_states_of_other_layers_are_not_used(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
     """A file that says something else of the layers than they can hold."""
     model = tiny("gemma3")
