@@ -110,8 +110,12 @@ def generate(
         pool.forget()
     ids = others.get("input_ids") if inputs is None else inputs
     keeps_cache = conversations and (one_user or key is not None)
-    if keeps_cache and forgets_states(model.config.get_text_config(decoder=True)):
-        warn_once(logger, f"no conversations of {model.config.model_type} are kept, whose linear layers forget states")
+    config, kind_name = model.config.get_text_config(decoder=True), model.config.model_type
+    if keeps_cache and forgets_states(config):
+        warn_once(logger, f"no conversations of {kind_name} are kept, whose linear layers forget states")
+        keeps_cache = False
+    elif keeps_cache and getattr(config, "num_attention_heads", None) is None:
+        warn_once(logger, f"no conversations of {kind_name} are kept, whose cache counts no tokens")
         keeps_cache = False
     prompt = _find_row(model, ids, settings, others) if keeps_cache else None
     conversation, store = None, find_store(conversations_store)

@@ -15,6 +15,7 @@ from calling import DECIDING, EXACT, NEW, Reads, ours, said, stock
 from models import VOCABULARY, prompt, tiny
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, PreTrainedModel
 
+from eval import families
 from qada_cache import QAdACache
 from qada_cache.serving import CONVERSATIONS, FOLDER, counters, generate
 from qada_cache.versions import CACHE, CACHE_NAMES, pass_cache
@@ -146,6 +147,15 @@ def test_other_calls_have_a_cache_of_their_own(model: PreTrainedModel, reads: Re
     reads.clear()
     ours(model, ids, DECIDING)
     assert reads.first() == 60  # nothing was kept
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_models_without_attention_keep_no_conversation(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Their caches count no tokens."""
+    model, ids = families.build(kind)[0], said(60) % 8
+    for _ in range(2):
+        assert torch.equal(ours(model, ids), stock(model, ids, None))
+    assert f"no conversations of {kind} are kept" in caplog.text
 
 
 def test_padded_rows_have_a_cache_of_their_own(model: PreTrainedModel, reads: Reads) -> None:
