@@ -168,7 +168,7 @@ class Bulk(RowTensors):
         other._wait_for_readers()
         offloaded = self._is_to_leave(len(other.stored), other.capacity)
         self.adopt(None, *other.tensors, lengths=other.stored)
-        self.sketch = other.sketch
+        self.sketch, self.growth = other.sketch, other.growth
         if offloaded and other.offloaded:  # host memory serves every device
             self.offloaded = True
             pinned.serve(self.device)

@@ -36,7 +36,7 @@ class RowTensors(Versioned):
     tensors = Buffer[tuple[Tensor, ...]]()
     stored: list[int]  # tokens of each row in `tensors`
     lengths: list[int]  # tokens of each row, those included that `CodedBulk` has beside `tensors`
-    source: PrivateMap | None  # the memory that copies share, or the file, under `keys` and `values`
+    source: PrivateMap | None  # the memory that copies share, or the file, under `tensors`
     unwritten: list[int]  # leading tokens of each row that still lie in `source`, the same in every copy
     growth = GROWTH
     expected = 0  # tokens that a row will have after the prompt under way; 0 if unknown
@@ -54,7 +54,7 @@ class RowTensors(Versioned):
         offloaded = self.offloaded if offloaded is None else offloaded
         shape = (like.shape[0] if batch is None else batch, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):  # an inference tensor could not be appended to outside inference mode
-            if offloaded and self.device.type != "cpu" and capacity > 0:
+            if offloaded and self.device.type != "cpu" and 0 not in shape:
                 try:
                     if self.device.type == "cuda":
                         return pinned.make(shape, like.dtype, self.device)

@@ -93,6 +93,16 @@ def test_memory_is_used_again_or_freed(cuda: Registered) -> None:
     assert pinned_there == {larger.data_ptr(): 4 * PAGE}
 
 
+def test_values_without_channels_are_not_pinned(cuda: Registered, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of latents, which lie in the keys."""
+    like = torch.empty(1, HEADS, 0, DIM, device="meta", dtype=torch.bfloat16)
+    bulk = Bulk(like, like[..., :0], offloading=True, placement=Placement(0), layer=0)
+    bulk.device = CUDA
+    bulk.reserve(1000)
+    assert len(cuda.sizes) == 1
+    assert not caplog.text
+
+
 def test_devices_are_waited_for_once(cuda: Registered) -> None:
     """However many layers take the memory of a cache that is gone."""
     layers = [pinned.make((PAGE,), torch.uint8, CUDA) for _ in range(5)]
