@@ -29,6 +29,7 @@ def compute_in_pieces(
     kwargs = kwargs | {"attention_mask": _find_plain(kwargs, held + tokens)}
     mask, positions = kwargs["attention_mask"], kwargs.get("position_ids")
     asked = any(kwargs.get(name) or getattr(decoder.config, name, False) for name in _RETURNED)
+    asked |= not kwargs.get("return_dict", getattr(decoder.config, "return_dict", True))
     others = any(isinstance(value, (Tensor, dict, list, tuple)) for name, value in kwargs.items() if name not in known)
     fits = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= tokens)
     if asked or others or not fits or (positions is not None and positions.shape[-1] != tokens):

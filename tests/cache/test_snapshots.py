@@ -109,6 +109,13 @@ def test_what_cannot_be_cut_is_one_pass() -> None:
     assert held(cache) == []
     asked = {"input_ids": TEXT, "output_hidden_states": True}
     assert compute_in_pieces(lambda **_: None, model.model, asked, [], held=0) is None
+    with torch.no_grad():
+        hidden, *_ = model.model(input_ids=TEXT, return_dict=False, **pass_cache(exact(model)))
+        model, other = keeping("gemma3")
+        kept, *_ = model.model(input_ids=TEXT, return_dict=False, **pass_cache(other))
+    torch.testing.assert_close(kept, hidden)
+    assert other.get_seq_length() == 400
+    assert held(other) == []
 
 
 def test_a_state_is_a_copy() -> None:
