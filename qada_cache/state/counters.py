@@ -96,7 +96,7 @@ class Counters:
         return {name: getattr(self, name) for name in COUNTER_NAMES}
 
     def _sum(self) -> None:
-        for shape, calls in itertools.groupby(self._unsummed, key=lambda call: call[0].shape):
+        for (_, shape), calls in itertools.groupby(self._unsummed, key=lambda call: (call[0].device, call[0].shape)):
             flags, decided = zip(*calls, strict=True)
             if any(where.shape != decided[0].shape for where in decided):
                 decided = tuple(where.expand(shape[0], 1, shape[3]) for where in decided)

@@ -48,3 +48,12 @@ def test_sums_of_many_calls() -> None:
     assert again.decisions == counted.decisions + 1
     assert counted.dense_bulk_bytes == 3 * dense_tokens
     assert again.dense_bulk_bytes == counted.dense_bulk_bytes + 15
+
+
+def test_flags_of_two_devices() -> None:
+    """As of a model that was moved between calls."""
+    counted, geometry = Counters(), SimpleNamespace(decisions=1, dense_tokens=1)
+    for device in ("cpu", "meta"):
+        geometry.decided = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+        counted.count(torch.zeros(1, 2, 3, 1, dtype=torch.bool, device=device), geometry, 3)
+    assert counted.record["local_heads"].shape == (2, 3)
