@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
         options."""
         brief, whole = COMMANDS[name]
         subparser = commands.add_parser(name, parents=[parent], help=brief, description=whole)
-        subparser.set_defaults(least=least, parser=subparser)
+        subparser.set_defaults(least=least, parser=subparser, which=which)
         if which:
             told: dict[str, Any] = {"metavar": "MODEL", "action": _Once}
             subparser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=which, **told)
@@ -155,7 +155,7 @@ def check_options(options: argparse.Namespace) -> None:
     """Refuse what can be refused before seconds of importing, and minutes of loading and measuring: ValueError or
     OSError. argparse's own error names a missing argument."""
     if getattr(options, "model", "") is None:
-        options.parser.error("the following arguments are required: MODEL (a " + WHICH + ")")
+        options.parser.error("the following arguments are required: MODEL (" + options.which + ")")
     if options.command == "moments":
         _check_source(options)
     for name in ("text", "confirm_text"):

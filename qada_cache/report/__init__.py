@@ -37,6 +37,7 @@ def report(
     """
     asked = ask(tokenizer, request, count_positions(model.config))
     prepare(model, tokenizer, **options)
+    described = _describe_model(model, name)
     with tqdm(total=2 + 3 * request.new_tokens, unit="step") as bar:
         answers, cache, recorder, passes = _measure(model, tokenizer, asked, request.new_tokens, options, bar)
     return fill_page(
@@ -45,7 +46,7 @@ def report(
             "date": time.strftime("%Y-%m-%d"),
             "machine": describe_machine(),
             "threads": torch.get_num_threads(),
-            "model": _describe_model(model, name),
+            "model": described,
             "cache": repr(cache),
             "document": {
                 "name": request.name,
@@ -124,7 +125,10 @@ def _record(
 
 
 def _describe_model(model: PreTrainedModel, name: str) -> str:
-    layers, heads, kv_heads, _ = read_sizes(model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "num_attention_heads", None) is None:
+        raise ValueError(f"{config.model_type} has no attention, so no head reads anything that a page could show")
+    layers, heads, kv_heads, _ = read_sizes(config)
     size, dtype = f"{model.num_parameters() / 1e6:,.0f}M parameters", str(model.dtype).removeprefix("torch.")
     where = find_inputs_device(model)
     return f"{name}: {size}, {layers} layers, {heads} query heads, {kv_heads} KV heads, {dtype} on {where}"

@@ -20,7 +20,6 @@ class Pass:
 
     queries: int  # tokens of the pass
     stored: int  # position at which the stored bulk ends
-    window: int  # position at which the first query's window begins
     needing: int  # KV heads that need the long context
     packed: str  # base64, see `pack`: what these read of the stored bulk
 
@@ -48,11 +47,9 @@ class Recorder:
         self.layers = sorted(self._seen)
         calls = [self._seen.pop(layer) for layer in self.layers]
         self.heads = max(seen.flags.shape[1] for seen in calls)
-        tokens = calls[0].rows.bulk_tokens[0, 0]  # of each query; alike in all layers, as the next line's are
-        return Pass(
-            queries=len(tokens),
+        return Pass(  # the first two are alike in all layers
+            queries=calls[0].rows.bulk_tokens.shape[2],
             stored=self._sinks + calls[0].bulk_lengths[0],
-            window=self._sinks + int(tokens.min()),
             needing=sum(int(seen.flags[0].flatten(1).any(dim=1).sum()) for seen in calls),
             packed=base64.b64encode(pack([head for seen in calls for head in self._list_heads(seen)])).decode("ascii"),
         )

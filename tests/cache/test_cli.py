@@ -233,6 +233,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
         ([], 2, "the following arguments are required: command"),
         (["moments"], 2, "required: --out"),
         (["moments", "--out", "x"], 2, "required: MODEL"),
+        (["serve-folder", "--out", "x"], 2, "required: MODEL (the model's folder)"),
         (["profile", "--layers"], 2, "usage: qada profile"),
         (["moments", "--prompt", "poem"], 2, "choose from"),
         (["--version"], 0, __version__),
