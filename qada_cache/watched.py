@@ -239,10 +239,10 @@ class WatchedCache(NoTensors, DynamicCache):
         self._check_whole()
         if rows := self._count_rows():
             index = find_selected_rows(verb, argument, rows)
-            self._shared.rope_deltas.select_rows(index, rows)
             # The one verb of rows that every kind of transformers' layers has.
             order = torch.tensor(index, dtype=torch.long, device="cpu")
             self._change(verb, lambda layer: layer.select_rows(index), lambda layer, _: layer.reorder_cache(order))
+            self._shared.rope_deltas.select_rows(index, rows)
             if self._shared.snapshots is not None:
                 self._shared.snapshots.kept.clear()
 

@@ -73,9 +73,8 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
     if {*store.dtypes} != {states.dtype}:
         return None
     select: Callable[..., Any] | None = None
-    if by_cpu := kernels == "auto" and states.is_cpu:
-        sizes = states.shape[3], value.shape[3], states.dtype
-        if prompt.serves_sizes(*sizes) and selected_prompt.serves(states, value):
+    if kernels == "auto" and states.is_cpu:
+        if joined.is_by_cpu(layer, states, value, min(store.lengths)) and selected_prompt.serves(states, value):
             select = _select_by_cpu(layer, key)
     else:  # asked before anything is joined
         past = min(store.lengths)
@@ -89,8 +88,6 @@ def attend_to_chunk(layer: Asker, store: TokenStore, query: Query, key: Tensor, 
         held = store.copy_tokens(rows, 0, store.lengths[row])
         keys, values = (torch.cat([past, new[rows]], dim=2) for past, new in zip(held, (key, value), strict=True))
         own = states[rows], keys, values
-        if by_cpu and not prompt.serves(*own, causal=True):
-            return None
         _select(select, layer, query.scaling, own, out[rows])
     return out
 

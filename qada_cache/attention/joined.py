@@ -22,17 +22,18 @@ def can_join(layer: Asker, store: TokenStore, query: Query, key: Tensor, value: 
     """Whether `attend_to_joined` computes this call of `attend_exactly`: rows of equal length, and a causal mask."""
     if isinstance(layer, LatentLayer):
         return False
-    if key.device.type not in DEVICES and not _is_by_cpu(layer, query.states, value, max(store.lengths)):
+    if key.device.type not in DEVICES and not is_by_cpu(layer, query.states, value, max(store.lengths)):
         return False
     plain = query.softcap is None and query.sink_logits is None and query.visible is None and query.valid is None
     dtypes = {query.states.dtype, key.dtype, value.dtype, *store.dtypes}
     return plain and len(dtypes) == 1 and len(set(zip(store.lengths, store.flushed, strict=True))) == 1
 
 
-def _is_by_cpu(layer: Asker, states: Tensor, value: Tensor, past: int) -> bool:
+def is_by_cpu(layer: Asker, states: Tensor, value: Tensor, past: int) -> bool:
     """Whether the CPU's prompt kernel computes queries `[batch, heads, queries, dim]` behind `past` tokens."""
     queries, sizes = states.shape[2], (states.shape[3], value.shape[3], states.dtype)
     long = queries >= prompt.MIN_QUERIES and past + queries >= prompt.MIN_TOKENS
+    long &= states.stride(3) == 1
     served = states.is_cpu and long and layer.options.kernels != "torch" and prompt.serves_sizes(*sizes)
     return served and prompt.build(*sizes) is not None
 

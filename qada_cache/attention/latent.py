@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..kernels.choice import KINDS
 from ..kernels.reference import TOLERANCE
 from ..models.latent import (
     LatentSizes,
@@ -24,8 +23,7 @@ from ..models.latent import (
     is_plain,
     read_projections,
 )
-from ..sketch.coded import RUNGS
-from ..state import BULK_BITS, THRESHOLD, TOKEN_THRESHOLD, Options
+from ..state import THRESHOLD, TOKEN_THRESHOLD, Options
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
@@ -33,15 +31,13 @@ from ..storage.coded_bulk import CodedBulk
 PROBED = 4  # newest tokens of a module's first call: their keys and values are computed again, to compare them
 QUANTISED = 0.05  # allowed error of modules that may round their inputs, as a share of the norm
 
-# Allowed values of options that say how tokens are laid out and read, and by which kernels.
+# Allowed values of options that say how tokens are read, and by which kernels.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "bulk_bits": (BULK_BITS, *RUNGS),
     "prefill_threshold": (0.0,),
     "kernels": ("auto", "torch"),
-    "cuda_graph": (None, False, True),
 }
 # Allowed values if heads decide.
-_SELECTING = _PLAIN | {"kernels": KINDS}
+_SELECTING = {"prefill_threshold": (0.0,)}
 # Allowed values if no criterion was given, so that everything is read: the defaults, and those that say the same.
 _EVERYTHING: dict[str, tuple[Any, ...]] = {
     "threshold": (THRESHOLD, 1.0),

@@ -113,7 +113,9 @@ class KeyMoments:
         if self.rotations:
             if self.lengths or shape[0] != 1 or [rotation.dim for rotation in self.rotations] != [shape[3]] * shape[1]:
                 raise ValueError("KeyMoments with rotations take one for each layer, and no lengths")
-        elif len(self.lengths) != shape[0] or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
+        elif (
+            len(self.lengths) != shape[0] or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[:1] < (1,)
+        ):
             raise ValueError(f"KeyMoments take {shape[0]} ascending lengths, got {list(self.lengths)}")
 
     @property

@@ -18,7 +18,7 @@ from ..models import identity
 from ..models.asking import UntoldWeightsError
 from ..models.identity import find_tokenizer
 from ..models.sharding import HeadShard
-from ..names import PROMPTS
+from ..names import PROMPTS, WITHOUT_TEXT
 from ..said_once import warn_once
 from . import KIND, KeyMoments
 from .collecting import LEFT
@@ -26,7 +26,7 @@ from .prompts import TOKENS_FOR_WORDS, choose_prompt
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 8  # models
+REMEMBERED = 8  # files, those used last: one for a model and prompt
 CURRENT = "current"  # the prompt being read
 DEFAULT_MOMENTS = f"{CURRENT}+random-tokens"
 FOLDER = "moments"  # of `files.find_home()`
@@ -167,7 +167,7 @@ def _collect(
 ) -> KeyMoments:
     """Collect moments, in every process of the shard, and save them: without a file if `path` is None."""
     reason = "the tokenizer does not know the words of our article"
-    if prompt in TOKENS_FOR_WORDS.values():
+    if prompt in WITHOUT_TEXT:
         tokenizer = None  # so that the same tokens are drawn in any case
     elif tokenizer is None:
         try:
@@ -224,6 +224,7 @@ def _remember(model: PreTrainedModel, prompt: str, path: Path | None, moments: K
     if path is None or moments.origin.get(LEFT):
         _by_model.setdefault(model, {})[prompt] = moments
         return moments
+    _remembered.pop(path, None)  # the newest is the last
     _remembered[path] = moments
     if len(_remembered) > REMEMBERED:
         del _remembered[next(iter(_remembered))]

@@ -48,7 +48,7 @@ class LayerMoments:
             else:
                 (self._pair,) = pairs
             self._flat = flatten(*self._pair)
-        elif self._lengths != lengths:
+        else:
             for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
                 if old != new:
                     (pair,) = moments.find_layer(layer, [new], device, shard, sizes)

@@ -8,7 +8,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..names import PROMPTS
+from ..names import PROMPTS, WITHOUT_TEXT
 
 TOKENS_FOR_WORDS = {"random-words": "random-tokens", "single-word": "single-token"}
 ARTICLE = Path(__file__).parent / "article.txt"
@@ -57,7 +57,7 @@ def make_ids(
 
     if isinstance(prompt, Tensor):
         ids = prompt.flatten().cpu().long()
-    elif prompt in TOKENS_FOR_WORDS.values():
+    elif prompt in WITHOUT_TEXT:
         begin, choices = _find_ordinary_tokens(model, tokenizer)
         ids = torch.cat([begin, choices[draw(len(choices), tokens - len(begin))]])
     else:

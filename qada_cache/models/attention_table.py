@@ -41,7 +41,9 @@ class _Attention(AttentionInterface):
         return _put_before(_placed, entry) if entry is default and callable(entry) else entry
 
     def get_interface(self, attn_implementation: str, default: Function) -> Function:
-        entry = super().get_interface(attn_implementation, default)  # by `get` of the class above
+        entry = super().get_interface(
+            attn_implementation, default
+        )  # by the base class's `get`, and so by `__getitem__` here
         return _put_before(_placed, entry) if entry is default else entry
 
 

@@ -56,9 +56,9 @@ class Layout:
     words: tuple[int, int, int]
 
     @staticmethod
-    def from_bits(dim: int, bits: float | None) -> "Layout | None":
-        """`bits` a value on average, as near as whole words come; None without them, or for keys of no whole blocks."""
-        if bits is None or dim % BLOCK:
+    def from_bits(dim: int, bits: float) -> "Layout | None":
+        """`bits` a value on average, as near as whole words come; None for keys of no whole blocks."""
+        if dim % BLOCK:
             return None
         return Layout.from_words(dim, max(1, math.floor(dim * bits / WORD_BITS + 0.5)))
 

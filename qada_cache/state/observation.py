@@ -26,8 +26,8 @@ class Observation:
     flags: Tensor  # bool, True for long-context
     read_lse: Tensor  # the log-sum-exp of the scores of all that was read, near and far, sinks learned by a model too
     bulk_lengths: tuple[int, ...]  # tokens of each row's stored bulk
-    # `whole[row][kv_head]`: whether queries of this head read all tokens of the bulk. Those queries are flagged, and in
-    # none of `chosen`. May be empty if there are none.
+    # `whole[row][kv_head]`: whether queries of this head read all tokens of the bulk. Those queries are in none of
+    # `chosen`, and flagged, except under the oracle, which reads all. May be empty if there are none.
     whole: list[list[bool]]
     chosen: list[Chosen]  # the tokens that other queries read, of the same heads or of others
     find_true_log_bulk: Callable[[], Tensor]  # see `true_log_bulk`

@@ -170,7 +170,7 @@ class TokenStore(NearTokens):
             self.moments = None
         elif self.moments is None:
             batch, kv_heads, _, dim = self.near_keys.shape
-            with torch.inference_mode(False):  # as in __init__
+            with torch.inference_mode(False):  # as in `NearTokens.__init__`
                 self.moments = RunningMoments(batch, kv_heads, dim, self.near_keys.device)
         if self.moments is not None:
             self.moments.kernels = kernels

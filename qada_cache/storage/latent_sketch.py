@@ -94,7 +94,7 @@ class LatentSketch(BulkSketch):
         self.tensors = Sketch(**tensors)
         for row, length in enumerate(self.lengths):
             rows = slice(row, row + 1)
-            for first, end in bulk.cut_spans(row, heads=kv_heads) if length else ():
+            for first, end in bulk.cut_spans(row, heads=kv_heads) if length and self.moments is None else ():
                 self._correlate(rows, *bulk.read(rows, slice(None), first, end), first)
             if length:
                 self._derive(rows, length)

@@ -56,7 +56,7 @@ def gather_parts(bulk: Bulk, wanted: Sequence[tuple[Head, Tensor]], *, coded: bo
 
 
 def stream(bulk: Bulk, rows: slice) -> Iterator[Part]:
-    """Everything that rows of equal length hold, for an exact call, in blocks of `bulk.STREAM_TOKENS` tokens: views of
+    """Everything that rows of equal length hold, for an exact call, in blocks of `STREAM_TOKENS` tokens: views of
     all heads, or of one head if the bulk is offloaded, so that they take little device memory. Records that
     are not offloaded are decoded in blocks of a `decoding_share`."""
     heads = range(bulk.keys.shape[1])

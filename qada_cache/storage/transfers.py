@@ -187,12 +187,12 @@ def limit_reads(parts: tuple[Tensor, ...]) -> None:
         limit_in_flight(_incoming.setdefault(device, deque()), event, sum(part.nbytes for part in parts))
 
 
-def limit_in_flight(outgoing: deque[tuple[Any, int]], event: Any, sent: int) -> None:
+def limit_in_flight(booked: deque[tuple[Any, int]], event: Any, sent: int) -> None:
     """Book a copy of `sent` bytes that ends with `event`; wait for the oldest ones until `IN_FLIGHT_BYTES` holds."""
     with _booking:
-        older = sum(bytes_sent for _, bytes_sent in outgoing)
-        while outgoing and older + sent > IN_FLIGHT_BYTES:
-            oldest, bytes_sent = outgoing.popleft()
+        older = sum(bytes_sent for _, bytes_sent in booked)
+        while booked and older + sent > IN_FLIGHT_BYTES:
+            oldest, bytes_sent = booked.popleft()
             oldest.synchronize()
             older -= bytes_sent
-        outgoing.append((event, sent))
+        booked.append((event, sent))

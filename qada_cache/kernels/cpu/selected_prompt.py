@@ -116,8 +116,9 @@ def selected_attention(
         prompt.prompt_attention(query, key, value, scaling=scaling, causal=True, out=out)
         return pairs
     for exact in (slice(before, selecting.start), slice(selecting.stop, tokens)):
-        seen, own = (key[:, :, : exact.stop], value[:, :, : exact.stop]), _move(exact, -before)
-        prompt.prompt_attention(query[:, :, own], *seen, scaling=scaling, causal=True, out=out[:, :, own])
+        if exact.start < exact.stop:  # all keys are packed first, even for no query
+            seen, own = (key[:, :, : exact.stop], value[:, :, : exact.stop]), _move(exact, -before)
+            prompt.prompt_attention(query[:, :, own], *seen, scaling=scaling, causal=True, out=out[:, :, own])
     for head in range(key.shape[1]):
         asking = slice(head * group, (head + 1) * group), _move(selecting, -before)
         one = query[0][asking], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
