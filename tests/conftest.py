@@ -134,12 +134,17 @@ def quick_interpreter() -> Iterator[None]:
         yield
 
 
-def pytest_collection_finish() -> None:
-    """Exempt imported objects from garbage collection: a search of them takes a third of a second, whenever a test
-    collects. If a test has imported lm-eval, keep it from describing the machine: that takes a dozen processes for
-    every result."""
+@pytest.fixture(autouse=True, scope="module")
+def objects_of_others() -> None:
+    """Exempt from garbage collection what was imported, and what earlier modules left: a search of it takes up to a
+    second, whenever a test collects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """If a test has imported lm-eval, keep it from describing the machine: that takes a dozen processes for every
+    result."""
     if "lm_eval" in sys.modules:
         from lm_eval import evaluator
 

@@ -44,7 +44,7 @@ def list_libraries(
     found += _list_coders(layout, dtype, dim, sketched=options.selects_tokens)
     if not (softcap or sinks) and prompt.has_instructions() and prompt.serves_sizes(dim, value_dim, dtype):
         of_prompt = dim, value_dim, dtype
-        if options.prefill_threshold and selected_prompt.selects_sizes(dim, dtype):
+        if options.prefill_threshold and selected_prompt.selects_sizes(*of_prompt):
             macros, build = selected_prompt.define_selecting(*of_prompt), selected_prompt.build_selecting
             found.append(Library(selected_prompt.SOURCE, macros, partial(build, *of_prompt)))
         found.append(Library(prompt.SOURCE, prompt.define(*of_prompt), partial(prompt.build, *of_prompt)))

@@ -20,7 +20,7 @@ _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")  # implementatio
 
 
 @functools.cache
-def takes_positions(decoder: Any) -> bool:
+def takes_positions(decoder: type[Any]) -> bool:
     """Whether this class's forward function takes `position_ids`. Without them the host counts, not a replay."""
     return "position_ids" in inspect.signature(decoder.forward).parameters
 
@@ -83,7 +83,7 @@ def _are_alike(layers: list[Any]) -> bool:
 def _is_allowed(shared: Shared) -> bool:
     """Whether a graph can hold what the options and the config ask for."""
     options, config = shared.options, shared.model.config
-    if config.output_hidden_states or config.output_attentions:
+    if config.output_hidden_states or config.output_attentions or not getattr(config, "return_dict", True):
         return False
     if config._attn_implementation not in (*_ATTENTION, EAGER):
         return False

@@ -169,11 +169,8 @@ class Places:
 
     def fits(self, step: "Step") -> bool:
         """Whether the step's inputs and parts have the shapes of the tensors here."""
-        return self.take(step.inputs) and self._shapes == [part.shape for part in step.parts]
-
-    def take(self, inputs: dict[str, Tensor]) -> bool:
-        """Whether `inputs` have the names, shapes and dtypes of the inputs here."""
-        return _list_facts(self.inputs) == _list_facts(inputs)
+        alike = _list_facts(self.inputs) == _list_facts(step.inputs)
+        return alike and self._shapes == [part.shape for part in step.parts]
 
     def write(self, step: "Step") -> None:
         """Write the step's parts, all that the next replay reads but `inputs`. Nothing here waits for the device."""

@@ -147,8 +147,9 @@ class Operands:
     records: Records | None = None
     bulk_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the bulk are added to it
     sketch_read_bytes: Tensor | None = None  # int64 `[]`: the needed bytes of the sketch are added to it
-    # int32 `[rows, kv_heads, 2 + capacity]`, for needed bytes if there are no counters: of a head's sketch, of a head
-    # that is read whole without a sketch, and of each token. Queries that share a row write the same numbers.
+    # int32 `[rows, kv_heads, 2 + capacity]`, for needed bytes if there are no counters: of a head's sketch, and of each
+    # token; without a sketch, the place of the first token has those of a head that is read whole. Queries that share a
+    # row write the same numbers.
     marks: Tensor | None = None
     checked_for: tuple[Any, ...] = field(default=(), init=False, repr=False)  # the kind of the last call's query
     bound: Any = field(default=None, init=False, repr=False)  # a kernel's own preparations for such queries

@@ -27,7 +27,7 @@ class Storer(Protocol):
 
 def make_storer(kernels: str, near_keys: Tensor, near_values: Tensor, heads: int) -> Storer | None:
     """The `Storer` for these buffers, those of `Operands`, before Triton's decode kernel reads them; None if torch has
-    to store tokens. `heads` are query heads. `kernels` is one of `choice.KINDS`."""
+    to store tokens. `heads` are query heads. `kernels` is "auto" or "triton"."""
     device, dim, value_dim = near_keys.device, near_keys.shape[3], near_values.shape[3]
     if near_keys.dtype != near_values.dtype or (kernels == "auto" and device.type not in AUTO_DEVICES):
         return None

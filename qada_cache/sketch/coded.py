@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import SEGMENT_TOKENS, Layout, find_peak, rotate, unpack
+from . import SEGMENT_TOKENS, WORD_BITS, Layout, find_peak, rotate, unpack
 from .codec import MIN_ENERGY, set_floor
 
 RECORD_BITS = (8, 6, 5, 4, 3)  # of a value
@@ -60,6 +60,11 @@ class RecordLayout:
     def value_bytes(self) -> int:
         """Bytes of a value's planes, which follow the key's."""
         return self.value_dim * self.value_bits // 8
+
+    @property
+    def unit(self) -> int:
+        """Bits at whose multiples planes of one bit begin, as all then do: whole words, or whole bytes."""
+        return WORD_BITS if self.dim % WORD_BITS == self.value_dim % WORD_BITS == 0 else 8
 
     @property
     def size(self) -> int:

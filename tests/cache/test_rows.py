@@ -159,7 +159,7 @@ def test_no_rows(model: PreTrainedModel, text: Tensor, caches: tuple, tmp_path: 
 
 
 def test_no_rows_of_a_sketch(text: Tensor, tmp_path: Path) -> None:
-    """By default tokens are selected, so that a cache without rows has a sketch without rows."""
+    """A cache selects tokens by default, and so has a sketch, here one without rows."""
     model = tiny()
     cache = QAdACache(model, moments="current", **SMALL)
     forced(model, text, [60], cache)

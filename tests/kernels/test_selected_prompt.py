@@ -185,8 +185,9 @@ def test_by_tiles_nothing_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {dtype: tensors(300, 64, 64, dtype) for dtype in (torch.bfloat16, torch.float32)}
     for name, selects in (("newest", True), ("tiles", False)):
         monkeypatch.setattr(prompt, "read_instructions", lambda name=name: SETS[name])
-        assert selected_prompt.selects_sizes(64, torch.float32)
-        assert selected_prompt.selects_sizes(64, torch.bfloat16) is selects
+        assert selected_prompt.selects_sizes(64, 64, torch.float32)
+        assert selected_prompt.selects_sizes(64, 64, torch.bfloat16) is selects
+        assert not selected_prompt.selects_sizes(512, 512, torch.float32)
     assert not selected_prompt.serves(calls[torch.bfloat16][0], calls[torch.bfloat16][2])
 
 

@@ -179,7 +179,7 @@ def test_damaged_states_cost_time_only(store: PrefixStore, family: str, caplog: 
 
 
 def test_a_segment_that_others_can_write_to(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
-    """Where states are needed, headers are read before segments are."""
+    """Headers are read before segments where states are needed."""
     model = tiny("qwen3_next")
     text, _ = answer(store, model, DOCUMENT)
     with store._open() as folder:

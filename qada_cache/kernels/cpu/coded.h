@@ -133,7 +133,8 @@ struct Records {
     float from_codes[QUERIES][SPAN];
     uint8_t values[BLOCK][VALUE_DIM];  // codes of the values of the block that `scale` was last called for
 
-    float scale_of(int64_t t, int of) const { return widen(loaded<uint16_t>(place[t] + of * SCALE_BYTES)); }
+    // Of keys (`which` 0) or values (`which` 1).
+    float scale_of(int64_t t, int which) const { return widen(loaded<uint16_t>(place[t] + which * SCALE_BYTES)); }
 
     INLINED void score(const Floats (*)[PARTS], int64_t first, int count, float (*scores)[BLOCK]) const {
         alignas(CACHE_LINE) uint8_t codes[4][KEY_ROOM] = {};

@@ -4,7 +4,6 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -115,12 +114,8 @@ def fused_turn(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tenso
 def fused_parts(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """As `fused_decode`, of heads of one row that share one key, more than a kernel takes: as rows that share what one
     row holds. Each part of them decides and selects for itself; a byte that several need counts once."""
-    (_, heads, _, dim), mass = query.states.shape, query.log_bulk
-    assert mass is not None
-    size = cpu.split_heads(heads)
-    states, mass = query.states.reshape(-1, size, 1, dim), mass.reshape(-1, 1, size, 1)
-    out, flags = fused_decode(replace(query, states=states, log_bulk=mass), rows, layer)
-    return out.view(1, heads, 1, -1), flags.view(1, 1, heads, 1)
+    heads = query.states.shape[1]
+    return attend_to_turn(fused_decode, query, rows, layer, parts=heads // cpu.split_heads(heads))
 
 
 class BoundStep:

@@ -37,15 +37,15 @@ struct CodedTokens {
         for (int d = 0; d < DIM; d++) keys[order[d]] += rotated[d] / widen(weights[d]);
     }
 
-    // Decodes the `SIZE` channels of keys (`of` 0) or values (`of` 1). Their codes begin at byte `from` of a record,
-    // and their scale is its scale number `of`.
+    // Decodes the `SIZE` channels of keys (`which` 0) or values (`which` 1). Their codes begin at byte `from` of a
+    // record, and their scale is its scale number `which`.
     template <int BITS, int SIZE>
-    void decode(int from, int of, Singles* found) const {
+    void decode(int from, int which, Singles* found) const {
         alignas(CACHE_LINE) uint8_t codes[TOKENS][SIZE] = {};
         Singles scales = {};
         for (int t = 0; t < count; t++) {
             const uint8_t* record = records + t * RECORD_SIZE;
-            scales[t] = widen(loaded<uint16_t>(record + of * SCALE_BYTES));
+            scales[t] = widen(loaded<uint16_t>(record + which * SCALE_BYTES));
             expand<BITS, SIZE>(record + from, codes[t]);
         }
         constexpr int TURNED = SIZE & -SIZE;
@@ -59,7 +59,7 @@ struct CodedTokens {
 
     // The inverse of `decode`, as `quantize_evenly`; `wide` is rotated in place.
     template <int BITS, int SIZE>
-    void code(int from, int of, Singles* wide) const {
+    void code(int from, int which, Singles* wide) const {
         constexpr int TURNED = SIZE & -SIZE, MOST = (1 << BITS) - 1, HALF = 1 << (BITS - 1);
         rotate<TURNED>(wide, SIZE, 1 / sqrtf(TURNED));
         Singles highest = {};
@@ -83,7 +83,7 @@ struct CodedTokens {
         }
         for (int t = 0; t < count; t++) {
             uint8_t* record = records + t * RECORD_SIZE;
-            std::memcpy(record + of * SCALE_BYTES, &scales[t], SCALE_BYTES);
+            std::memcpy(record + which * SCALE_BYTES, &scales[t], SCALE_BYTES);
             collect<BITS, SIZE>(codes[t], record + from);
         }
     }

@@ -9,8 +9,9 @@
 
 namespace {
 
-// 2 to the power of `x`, 0 beyond 128: the number that has `x` in its bits, as exponent and fraction. It is off by 4%
-// at most and, thanks to `LESS`, right in the mean: what is estimated are sums over many keys.
+// 2 to the power of `x`: the number that has `x` in its bits, as exponent and fraction. It is off by 4% at most and,
+// thanks to `LESS`, right in the mean: what is estimated are sums over many keys. Beyond 128 it may be nan, which
+// changes no output: from `MOST` on, keys are read.
 INLINED Singles about_power_of_two(Singles x) {
     constexpr float ONE = 1 << 23, LESS = 0.0562f;  // LESS: log2(3 / 2 * ln 2)
     return (Singles)not_negative(to_nearest(fused(x, all(ONE), all((127 - LESS) * ONE))));

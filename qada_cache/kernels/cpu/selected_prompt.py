@@ -30,6 +30,7 @@ SOURCE = Path(__file__).with_name("selected_prompt.cpp")
 SEGMENT = 64  # keys that share a centre, as many as a chunk of prompt.h
 BLOCK = 66  # queries that read together, a multiple of a strip of prompt.h
 MOST_SUM = 2**15 - 1  # of products of codes, where they are summed in 16 bits
+MAX_DIM = 256  # channels: a thread's moments of a segment grow with their square, and would not fit into its stack
 LEAST_FAR = 1024  # with fewer far keys a query reads all: to estimate takes as long
 
 
@@ -47,14 +48,16 @@ class Call(ctypes.Structure):
 
 def serves(query: Tensor, value: Tensor) -> bool:
     """Whether `selected_attention` computes a call that `prompt.serves` admits, its build included."""
-    dim = query.shape[3]
-    return selects_sizes(dim, query.dtype) and build_selecting(dim, value.shape[3], query.dtype) is not None
+    sizes = query.shape[3], value.shape[3], query.dtype
+    return selects_sizes(*sizes) and build_selecting(*sizes) is not None
 
 
-def selects_sizes(dim: int, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for keys of so many channels, where selecting them pays: by tiles of AMX a key is read
-    in the time that it takes to estimate it."""
-    return dim % 4 == 0 and not (dtype == torch.bfloat16 and prompt.read_instructions() >= MULTIPLIES_TILES)
+def selects_sizes(dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for keys and values of so many channels, where selecting them pays: by tiles of AMX a
+    key is read in the time that it takes to estimate it."""
+    if dim % 4 or max(dim, value_dim) > MAX_DIM:
+        return False
+    return not (dtype == torch.bfloat16 and prompt.read_instructions() >= MULTIPLIES_TILES)
 
 
 def define_selecting(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[str, ...]:

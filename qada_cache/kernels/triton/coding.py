@@ -31,7 +31,7 @@ MIN_ENERGY, MIN_VARIANCE = tl.constexpr(codec.MIN_ENERGY), tl.constexpr(codec.MI
 STEP_4, STEP_2, STEP_1 = (tl.constexpr(STEPS[bits] / 2) for bits in (4, 2, 1))
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Numbers that follow the tokens or where they lie: nothing is compiled anew for them.
-SIZES = ["s_row", "s_head", "s_token", "first_row", "first", "tokens", "segments", "s_segment", "s_tokens"]
+UNSPECIALIZED = ["s_row", "s_head", "s_token", "first_row", "first", "tokens", "segments", "s_segment", "s_tokens"]
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def find_shifts(o_dim, FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constex
     return o_within // 4 * by_bits(o_dim, 4, 2, 1, 0, FOURS, TWOS, ONES) + o_within % 4 * 8
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def describe_kernel(
     p_keys, p_energies, p_centres, p_order, p_weights,
     s_row, s_head, s_token, first_row, first, tokens, segments, s_segment,
@@ -136,7 +136,7 @@ def describe_kernel(
     tl.store(p_weights + i_place * D + o_dim, b_weights.to(tl.bfloat16), mask=m_dim)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def code_kernel(
     p_keys, p_energies, p_centres, p_order, p_weights, p_codes, p_found,
     s_row, s_head, s_token, first_row, first, tokens, segments, s_segment, s_tokens,
@@ -197,7 +197,7 @@ def code_kernel(
         tl.store(p_codes + word * s_tokens + o_tokens, b_word, mask=m_tokens)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def scale_kernel(
     p_found, p_scales, p_units, p_mean_squares,
     first_row, first, tokens, segments, s_segment, s_tokens,

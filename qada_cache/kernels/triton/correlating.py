@@ -19,7 +19,9 @@ from .launching import Launches
 CHUNK = tl.constexpr(512)  # tokens
 TOKENS, COLUMNS = tl.constexpr(32), 64  # of a chunk that are multiplied at once; of a covariance for one program
 MERGED = 2048  # numbers of a covariance that a program merges
-SIZES = ["s_row", "s_head", "s_token", "s_other_row", "s_other_head", "s_other_token", "count", "tokens", "chunks"]
+UNSPECIALIZED = [
+    "s_row", "s_head", "s_token", "s_other_row", "s_other_head", "s_other_token", "count", "tokens", "chunks",
+]  # fmt: skip
 
 
 @triton.jit
@@ -50,7 +52,7 @@ def keep_mean(p_found, p_mean, b_mean, i_chunk, chunks, count, o_dim, m_dim, D: 
         tl.store(p_found + chunks * D + o_dim, b_held, mask=m_dim)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def correlate_kernel(
     p_left, p_right, p_left_mean, p_right_mean, p_left_found, p_right_found, p_products,
     s_row, s_head, s_token, s_other_row, s_other_head, s_other_token, count, tokens, chunks,

@@ -22,7 +22,9 @@ from .recording import load_segment, predict_keys
 NUMBERS = 1024  # of keys, and of values, that a program decodes at once: twice as many take registers of two programs
 RUN = 64  # tokens that a program decodes; a power of two that divides the tokens of a segment
 # Numbers that follow the tokens or where they lie: nothing is compiled anew for them.
-SIZES = ["s_row", "s_head", "first_row", "first_head", "heads", "first", "tokens", "segments", "s_segment", "s_tokens"]
+UNSPECIALIZED = [
+    "s_row", "s_head", "first_row", "first_head", "heads", "first", "tokens", "segments", "s_segment", "s_tokens",
+]  # fmt: skip
 
 
 @triton.jit
@@ -70,7 +72,7 @@ def store_tokens(p_tokens, b_values, o_tokens, m_tokens, COUNT: tl.constexpr):
     tl.store(p_block, b_values.to(p_tokens.dtype.element_ty), mask=m_tokens[:, None] & (o_dim < COUNT)[None, :])
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def decode_kernel(
     p_records, p_query_weights, p_codes, p_scales, p_units, p_centres, p_order, p_weights, p_keys, p_values,
     s_row, s_head, first_row, first_head, heads, first, tokens, segments, s_segment, s_tokens,
@@ -102,7 +104,7 @@ def decode_kernel(
         b_scales = tl.load(p_tokens, mask=m_tokens, other=0)
         b_predicted = predict_keys(
             p_codes, p_scales, unit, b_centre, b_places, b_weights, o_bulk, m_tokens, s_tokens,
-            FOURS, TWOS, ONES, D, BLOCK_D,
+            FOURS, TWOS, ONES, BLOCK_D,
         )  # fmt: skip
         b_scale = (b_scales << 16).to(tl.float32, bitcast=True)
         b_keys = load_values(p_planes, b_scale, m_tokens, SCALES, KEY_BITS, UNIT, TURNED_D, D, BLOCK_D)
@@ -119,9 +121,7 @@ def decode_kernel(
 def _bind_decoding(layout: Layout, records: RecordLayout, segment: int, distance: int) -> Launches:
     """For records so many bytes apart."""
     wide, wide_values = (triton.next_power_of_2(size) for size in (records.dim, records.value_dim))
-    # Planes of one bit begin at whole words, as all then do, or at whole bytes.
-    whole = records.dim % definition.WORD_BITS == records.value_dim % definition.WORD_BITS == 0
-    sizes = find_sizes(layout, segment) | {"UNIT": definition.WORD_BITS if whole else 8}
+    sizes = find_sizes(layout, segment) | {"UNIT": records.unit}
     sizes |= {"KEY_BITS": records.key_bits, "VALUE_BITS": records.value_bits, "RECORD": distance}
     sizes |= {"TURNED_D": coded.find_block(records.dim), "TURNED_V": coded.find_block(records.value_dim)}
     sizes |= {"D": records.dim, "BLOCK_D": wide, "V": records.value_dim, "BLOCK_V": wide_values}

@@ -23,33 +23,33 @@ class DirectLaunch:
     def __init__(self, compiled: Any, grid: tuple[int, int, int], args: Iterable[Any]) -> None:
         """`args`: all of the kernel's, constants included, with a `Field` for each that changes. Tensors may be given
         by their addresses: Triton would ask each tensor for its address, and the driver for each of these."""
-        self._run, self._told = compiled.run, _list_told(compiled, grid, None, args)
-        self._runs = _find_runs(self._told)
+        self._run, self._arguments = compiled.run, _list_arguments(compiled, grid, None, args)
+        self._runs = _find_runs(self._arguments)
 
     def launch(self, stream: int, changing: Sequence[Any] = ()) -> None:
         """Launch it. `changing` has the value of each `Field`."""
-        told = self._told
-        told[3] = stream
+        arguments = self._arguments
+        arguments[3] = stream
         for places, fields in self._runs:
-            told[places] = changing[fields]
-        self._run(*told)
+            arguments[places] = changing[fields]
+        self._run(*arguments)
 
 
 def launch_once(compiled: Any, grid: tuple[int, int, int], args: Iterable[Any]) -> None:
     """As a `DirectLaunch`, of which nothing is kept."""
-    compiled.run(*_list_told(compiled, grid, find_stream(), args))
+    compiled.run(*_list_arguments(compiled, grid, find_stream(), args))
 
 
-def _list_told(compiled: Any, grid: tuple[int, int, int], stream: int | None, args: Iterable[Any]) -> list[Any]:
+def _list_arguments(compiled: Any, grid: tuple[int, int, int], stream: int | None, args: Iterable[Any]) -> list[Any]:
     """Arguments of Triton's launcher: no metadata for hooks, and no hooks; then the kernel's own."""
     return [*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args]
 
 
-def _find_runs(told: list[Any]) -> list[tuple[slice, slice]]:
+def _find_runs(arguments: list[Any]) -> list[tuple[slice, slice]]:
     """The places of each `Field` among all arguments and among those that change. Neighbours are written at once, so
     they are found together."""
     runs: list[tuple[int, int, int]] = []  # both, and their number
-    for place, each in enumerate(told):
+    for place, each in enumerate(arguments):
         if isinstance(each, Field):
             first, field, count = runs[-1] if runs else (0, 0, 0)
             if (place, each.place) == (first + count, field + count):

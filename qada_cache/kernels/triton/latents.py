@@ -57,7 +57,8 @@ def latent_kernel(
     m_query, o_row = o_query < queries, i_row * queries + o_query
     p_own = p_query + o_row[:, None] * D
     b_query = tl.load(p_own + o_rank[None, :], mask=m_query[:, None] & (o_rank < R)[None, :], other=0.0)
-    b_turned = tl.load(p_own + R + o_rotary[None, :], mask=m_query[:, None] & (o_rotary < D - R)[None, :], other=0.0)
+    m_rotary = m_query[:, None] & (o_rotary < D - R)[None, :]
+    b_rotary_query = tl.load(p_own + R + o_rotary[None, :], mask=m_rotary, other=0.0)
     p_latents += i_row * s_row * D
     b_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
@@ -68,7 +69,7 @@ def latent_kernel(
         m_tokens = o_tokens < last
         b_latents = load_tokens(p_latents, o_tokens, m_tokens, D, R, BLOCK_R)
         b_rotary = load_tokens(p_latents + R, o_tokens, m_tokens, D, D - R, BLOCK_E)
-        b_scores = (dot(b_query, tl.trans(b_latents)) + dot(b_turned, tl.trans(b_rotary))) * scaling
+        b_scores = (dot(b_query, tl.trans(b_latents)) + dot(b_rotary_query, tl.trans(b_rotary))) * scaling
         b_max, b_sum, b_out = attend(b_scores, m_tokens[None, :], b_latents, b_max, b_sum, b_out)
     store_query_parts(b_max, b_sum, b_out, p_parts, p_lse, o_row * tl.num_programs(0) + i_split, m_query, R)
 
@@ -153,7 +154,7 @@ def _bind_recorded(
     dim, (_, merging, others) = records.dim, _bind(records.dim, rank, queries, itemsize)
     sizes = {name: others[name] for name in ("D", "R", "BLOCK_R", "BLOCK_Q")} | find_sizes(layout, segment)
     sizes |= {"BLOCK_D": max(WORD_BITS, sizing.pad(dim)), "BLOCK_N": RECORDED_TOKENS, "KEY_BITS": records.key_bits}
-    sizes |= {"RECORD": stride, "UNIT": WORD_BITS if dim % WORD_BITS == 0 else 8}
+    sizes |= {"RECORD": stride, "UNIT": records.unit}
     sizes |= {"OWN": count_own_words(RECORDED_TOKENS, dim, itemsize, stride), "num_warps": 8}
     return Launches(**sizes, maxnreg=sizing.MOST_REGISTERS), merging, sizes
 

@@ -85,11 +85,11 @@ def share_kernel(
     wanted = tl.maximum(begin, _FEW).to(tl.float32) * _SHARES / threshold
     # Sums of products of 8 bits are float16: two are compared at once.
     sums: tl.constexpr = tl.float16 if p_codes.dtype.element_ty.primitive_bitwidth == 8 else tl.float32
-    b_turned, b_bar = tl.trans(b_query), b_bar.to(sums)
+    b_transposed, b_bar = tl.trans(b_query), b_bar.to(sums)
     for start in range(0, begin, BLOCK_N):  # without masks: rows of shares have room for whole tiles
         o_tokens = start + o_keys
         b_codes = gather_rows(p_codes, tl.minimum(o_tokens, tokens - 1), D, D, BLOCK_D)
-        b_best = tl.max(dot(b_codes, b_turned, sums) - b_bar[None, :], axis=1).to(tl.float32) * unit
+        b_best = tl.max(dot(b_codes, b_transposed, sums) - b_bar[None, :], axis=1).to(tl.float32) * unit
         b_share = tl.minimum(tl.maximum(tl.exp2(tl.minimum(b_best, 10.0)) * wanted, floor), 1.0 * _SHARES)
         b_share = tl.where(o_tokens < sinks, 1.0 * _SHARES, b_share)
         tl.store(p_shares + o_tokens, (tl.ceil(b_share) - 1.0).to(tl.uint8))

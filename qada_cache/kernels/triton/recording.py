@@ -12,7 +12,7 @@ from ...sketch import Layout, coded
 from ...sketch.codec import Sketch
 from ...sketch.coded import RecordLayout
 from .blocks import BLOCK, rotate
-from .coding import SIZES, TINY, align, by_bits, find_shifts, find_sizes, find_words, round_to_bfloat16
+from .coding import TINY, UNSPECIALIZED, align, by_bits, find_shifts, find_sizes, find_words, round_to_bfloat16
 from .direct import at_device
 from .launching import Launches
 from .record_kernels import SCALES
@@ -51,7 +51,7 @@ def unpack_keys(
 @triton.jit
 def predict_keys(
     p_codes, p_scales, unit, b_centre, b_places, b_weights, o_tokens, m_tokens, s_tokens,
-    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The sketch's estimates of keys of one segment, as `coded.estimate_keys`: [tokens, BLOCK_D]."""
     b_weighed = unpack_keys(
@@ -97,7 +97,7 @@ def store_planes(
     return b_scale
 
 
-@triton.jit(do_not_specialize=[*SIZES, "s_value_row", "s_value_head", "s_value_token"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "s_value_row", "s_value_head", "s_value_token"])
 def record_kernel(
     p_keys, p_values, p_query_weights, p_codes, p_scales, p_units, p_centres, p_order, p_weights, p_records, p_words,
     s_row, s_head, s_token, s_value_row, s_value_head, s_value_token, first_row, first, tokens, s_segment, s_tokens,
@@ -121,7 +121,7 @@ def record_kernel(
     b_keys = predict_keys(
         p_codes + i_group * (FOURS + TWOS + ONES) * s_tokens + first * SEGMENT,
         p_scales + i_group * s_tokens + first * SEGMENT, tl.load(p_units + at),
-        b_centre, b_places, b_weights, o_tokens, m_tokens, s_tokens, FOURS, TWOS, ONES, D, BLOCK_D,
+        b_centre, b_places, b_weights, o_tokens, m_tokens, s_tokens, FOURS, TWOS, ONES, BLOCK_D,
     )  # fmt: skip
     o_dim, o_value = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     m_block = m_tokens[:, None] & (o_dim < D)[None, :]

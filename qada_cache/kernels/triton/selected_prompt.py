@@ -35,8 +35,8 @@ MAX_TOKENS = 2**22  # that a chosen token's bits can name
 SHARING = {BLOCK: {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}}
 SHARING[SHORT_BLOCK] = {**SHARING[BLOCK], "num_warps": 4}
 # Of devices where groups of warps multiply.
-WIDE = {BLOCK: {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}}
-WIDE[SHORT_BLOCK] = {**WIDE[BLOCK], "num_warps": 4, "maxnreg": 168}
+SHARING_ON_HOPPER = {BLOCK: {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}}
+SHARING_ON_HOPPER[SHORT_BLOCK] = {**SHARING_ON_HOPPER[BLOCK], "num_warps": 4, "maxnreg": 168}
 SHARING_BROAD = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
 SAMPLING = {"BLOCK_N": 2048, "num_warps": 4}
 READING = {BLOCK: {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}}
@@ -119,7 +119,7 @@ def find_shares(
     past = tokens - queries
     columns = -(-(past + (first + blocks - 1) * block) // BLOCK) * BLOCK
     shares = torch.empty(batch * heads, blocks, columns, dtype=torch.uint8, device=query.device)
-    sharing = WIDE if find_capability(query.device)[0] == 9 else SHARING
+    sharing = SHARING_ON_HOPPER if find_capability(query.device)[0] == 9 else SHARING
     share_kernel[blocks, batch * heads](
         query, codes, steps, shares, *query.stride()[:3], heads, first, past, tokens, columns, sinks, stride,
         scaling * LOG2E, threshold, FLOOR * SHARES, G=heads // codes.shape[1], D=dim, BLOCK_D=_fill(dim), BLOCK_M=block,

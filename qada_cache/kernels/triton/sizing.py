@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from ...sketch import SEGMENT_TOKENS, WORD_BITS
+from ...sketch import SEGMENT_TOKENS
 from ..operands import Operands, Query
 from .latent_records import count_own_words
 
@@ -36,7 +36,7 @@ PREPARED_LINES = 8  # queries that are prepared at once, of a head and a segment
 WIDE_LINES = 4  # likewise, of wide keys
 RECORD_SCORES = 1024  # of tokens whose records are read at once
 COPIED = ("cpu",)  # devices whose records come over a bus, by whole ones
-TURN_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
+ESTIMATED_TOKENS = 256  # whose scores are, at most; a power of two that divides the tokens of a segment
 BLOCK_BYTES = 16384  # of keys and values in flight for each stage of the pipeline of a program
 NEAR_BYTES = 32768  # likewise, of the near buffer, where programs are few
 NEAR_TOKENS = 32  # of it at most, where a sketch makes them many
@@ -83,9 +83,8 @@ def find_record_sizes(layer: Operands, dtype: torch.dtype, sizes: dict[str, int]
         # Of float32, with any number, registers spill.
         return nothing | {"num_warps": SELECTED_WARPS, "maxnreg": registers if dtype.itemsize == 2 else None}
     layout, tensor = records.layout, records.tensor
-    # Planes of one bit begin at whole words, as all then do, or at whole bytes.
-    unit = WORD_BITS if layout.dim % WORD_BITS == layout.value_dim % WORD_BITS == 0 else 8
-    found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "RECORD": tensor.shape[3], "UNIT": unit}
+    found = {"KEY_BITS": layout.key_bits, "VALUE_BITS": layout.value_bits, "UNIT": layout.unit}
+    found["RECORD"] = tensor.shape[3]
     warps = count_warps(sizes)
     found |= {"TERMS": TERMS[dtype], "num_warps": warps, "maxnreg": RECORD_REGISTERS[warps]}
     if layer.decodes:
@@ -141,7 +140,8 @@ def find_estimate_sizes(queries: int) -> dict[str, int]:
     at once, if it takes all heads at once."""
     heads = min(queries, ESTIMATE_HEADS)
     registers = ESTIMATE_REGISTERS if heads == queries else MOST_REGISTERS
-    return {"BLOCK_H": heads, "TURN": min(SEGMENT_TOKENS, TURN_TOKENS, ESTIMATES // heads), "maxnreg": registers}
+    tokens = min(SEGMENT_TOKENS, ESTIMATED_TOKENS, ESTIMATES // heads)
+    return {"BLOCK_H": heads, "BLOCK_N": tokens, "maxnreg": registers}
 
 
 def find_prepared_sizes(queries: int, sizes: dict[str, int]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from . import fused_decode
 
 def fused_turn(query: Query, rows: Rows, layer: Operands) -> tuple[Tensor, Tensor]:
     """As `fused_decode`, for several queries a row, or for many heads that share a key: `[batch, heads, queries,
-    value_dim]`, and bool flags `[batch, kv_heads, group, queries]`. No head may lie elsewhere."""
+    value_dim]`, and bool flags `[batch, kv_heads, group, queries]`."""
     (batch, heads), tokens = query.states.shape[:2], layer.bulk_keys.shape[2]
     parts = heads // split_heads(heads) if layer.shares_keys and layer.kv_heads == 1 else 1
     if layer.sketch is not None:
