@@ -268,6 +268,7 @@ tables/step_overhead-llama-3.2-1b-cpu.csv:
 # Memory, files and what grows: docs/memory.md, docs/cache-files.md, docs/prefix-store.md.
 tables/memory-smollm2.csv:
 	$(EVAL).memory held --model smollm2 --tokens 7500 --dtype bfloat16 $(OUT)
+	$(EVAL).memory held --model smollm2 --tokens 3072 --dtype bfloat16 $(OUT)
 
 tables/memory-qwen2.5-coder-0.5b.csv:
 	$(EVAL).memory held --model $(QWEN) --tokens 16000 --dtype bfloat16 $(OUT)

@@ -8,12 +8,11 @@ from matplotlib.figure import Figure
 
 from eval.shared.drawing import SKETCH, TOKENS_CELL, make_canvas
 from eval.shared.tables import read
-from qada_cache.sketch import Layout
-from qada_cache.state import SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD
+from qada_cache.state import THRESHOLD, TOKEN_THRESHOLD
 
-MODEL, HEAD_DIM = "smollm2", 64
+MODEL = "smollm2"
 OURS = "QAdACache: 16, 8, 4 bits"
-RUNGS = {"8": ("5", "6"), "4": ("4", "4")}  # a bulk's bits, and its row of `rungs*.csv`, whose bytes have the sketch
+HELD = {"16": "QAdACache, 16 bits", "8": "QAdACache", "4": "QAdACache, 4 bits"}  # by bits, the row of `memory-*.csv`
 LLAMA = "8, 4 bits (as llama.cpp's q8_0, q4_0)"
 SHARE = "4, 2 bits (as QuantizedCache's)"
 PEERS = {
@@ -21,7 +20,7 @@ PEERS = {
     "4 bits": SHARE, "2 bits": SHARE,
 }  # fmt: skip
 STYLES = {OURS: "o-", LLAMA: "P-", SHARE: "D-"}
-Point = tuple[float, float, float]  # bytes held, bytes read, of the long context's keys and values in 16 bits; KL
+Point = tuple[float, float, float]  # bytes held and bytes read, of those in 16 bits; KL
 
 
 def average(path: Path) -> dict[str, tuple[float, float]]:
@@ -42,18 +41,17 @@ def average(path: Path) -> dict[str, tuple[float, float]]:
 def read_methods(results: Path) -> dict[str, list[Point]]:
     """The points of every method, on SmolLM2's prose, from the committed tables.
 
-    `bits/trials.csv` does not count the bytes of few bits: those of `bits/trials-bfloat16.csv` stand for them.
+    `bits/trials.csv` does not count the bytes of few bits: those of `bits/trials-bfloat16.csv` stand for them. What
+    ours hold is all that `stats()` counts, of DynamicCache's; of others, their tokens or bits.
     """
     found = defaultdict(list)
     rungs = {(row["keys"], row["values"]): row for row in read(results / "rungs-smollm2.csv")}
     losses, bytes_read = average(results / "bits/trials.csv"), average(results / "bits/trials-bfloat16.csv")
-    sketch = Layout.from_bits(HEAD_DIM, SKETCH_BITS)
-    assert sketch is not None
-    for bits in ("16", "8", "4"):
+    rows = read(results / f"memory-{MODEL}.csv")
+    held = {row["cache"]: float(row["over_dynamic"]) for row in rows if row["tokens"] == TOKENS_CELL[1]}
+    for bits, cache in HELD.items():
         way = f"{SKETCH}{'' if bits == '16' else f' over {bits}'}, {TOKEN_THRESHOLD}"
-        beside = 1 + (4 * sketch.count + 1) / (4 * HEAD_DIM)  # 16 bits a value, and the sketch
-        held = beside if bits == "16" else float(rungs[RUNGS[bits]]["of_16_bits"])
-        found[OURS].append((held, bytes_read[way][0], losses[way][1]))
+        found[OURS].append((held[cache], bytes_read[way][0], losses[way][1]))
     for code in ("q8_0", "q4_0"):
         row = rungs[code, code]
         share = float(row["of_16_bits"])
@@ -70,9 +68,9 @@ def draw_held_and_read(results: Path) -> Figure:
         for axis, place in zip(axes[0], (0, 1), strict=True):
             where = [point[place] for point in points], [point[2] for point in points]
             axis.plot(*where, STYLES.get(name, ".-"), ms=7 if name == OURS else 4, lw=1, label=name)
-    for axis, what in zip(axes[0], ("held", "read for a token"), strict=True):
+    for axis, what, of in zip(axes[0], ("held", "read for a token"), ("all keys and values", "the long context's")):
         axis.set(xscale="log", yscale="log", xlim=(0.03, 1.5), ylim=(1e-5, 5))
-        axis.set(title=f"bytes {what}", xlabel="of the long context's in 16 bits")
+        axis.set(title=f"bytes {what}", xlabel=f"of {of} in 16 bits")
         axis.axvline(1, ls=":", c="grey", lw=1)
         axis.set_xticks([0.05, 0.1, 0.2, 0.5, 1], ["5%", "10%", "20%", "50%", "100%"], minor=False)
         axis.minorticks_off()
