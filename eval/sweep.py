@@ -159,9 +159,9 @@ def measure(
     for variant in wanted:
         lm.shown = variant
         results = evaluate(lm, task, length, options.limit)
-        stats = [ways[variant][1] for ways in lm.kept.values()]
+        stats, sizes = [ways[variant][1] for ways in lm.kept.values()], (lm.model.dtype.itemsize, variant.bits)
         # Some prompts may be sinks and window alone.
-        read = [count_bytes_read(each, lm.model.dtype.itemsize) for each in stats if each.dense_bulk_bytes]
+        read = [count_bytes_read(each, *sizes) for each in stats if each.dense_bulk_bytes]
         results["bytes_read"] = f"{sum(read) / len(read):.4f}"
         rows.append({"task": task, "length": length, **asdict(variant), "documents": len(lm.kept), **results})
     return rows

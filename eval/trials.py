@@ -184,11 +184,9 @@ def make_key(row: dict[str, Any]) -> tuple:
 
 
 def count_bytes_read(way: Way, stats: CacheStats, value_bytes: int, bits: int) -> float:
-    """The share of the bulk's bytes that is read, with those of the sketch, as if values had `VALUE_BITS`. With `bits`
-    below 16 the tokens that are read lie in records."""
+    """The share of the bulk's bytes that is read, with those of the sketch, as if values had `VALUE_BITS`."""
     if way.read.startswith(OWN):
-        stats = replace(stats, bulk_read_bytes=stats.bulk_read_bytes * value_bytes // 2) if bits < 16 else stats
-        return measuring.count_bytes_read(stats, value_bytes)
+        return measuring.count_bytes_read(stats, value_bytes, bits)
     return 1 - stats.kv_sparsity
 
 

@@ -68,7 +68,8 @@ def draw_held_and_read(results: Path) -> Figure:
         for axis, place in zip(axes[0], (0, 1), strict=True):
             where = [point[place] for point in points], [point[2] for point in points]
             axis.plot(*where, STYLES.get(name, ".-"), ms=7 if name == OURS else 4, lw=1, label=name)
-    for axis, what, of in zip(axes[0], ("held", "read for a token"), ("all keys and values", "the long context's")):
+    panels = ("held", "all keys and values"), ("read for a token", "the long context's")
+    for axis, (what, of) in zip(axes[0], panels, strict=True):
         axis.set(xscale="log", yscale="log", xlim=(0.03, 1.5), ylim=(1e-5, 5))
         axis.set(title=f"bytes {what}", xlabel=f"of {of} in 16 bits")
         axis.axvline(1, ls=":", c="grey", lw=1)

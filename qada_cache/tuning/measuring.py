@@ -109,7 +109,8 @@ def measure(
     for setting in settings:
         cache = read.fork(**asdict(setting))
         logits, seconds = _decode(model, cache, fed)
-        yield Figures(*compare_logits(full, logits), count_bytes_read(cache.stats(), model.dtype.itemsize), seconds)
+        bytes_read = count_bytes_read(cache.stats(), model.dtype.itemsize, cache.options.bulk_bits)
+        yield Figures(*compare_logits(full, logits), bytes_read, seconds)
 
 
 def _read(model: PreTrainedModel, piece: Piece, cache: QAdACache) -> None:
@@ -136,9 +137,11 @@ def compare_logits(full: Tensor, found: Tensor) -> tuple[float, float]:
     return divergence / len(full), float((full.argmax(dim=-1) == found.argmax(dim=-1)).double().mean())
 
 
-def count_bytes_read(stats: CacheStats, value_bytes: int) -> float:
-    """`Figures.bytes_read` of a cache whose values have so many bytes; ValueError, if it decided about nothing."""
+def count_bytes_read(stats: CacheStats, value_bytes: int, bulk_bits: int) -> float:
+    """`Figures.bytes_read` of a cache of a model whose values have so many bytes; ValueError, if it decided about
+    nothing. With few `bulk_bits` all tokens that were read are taken for records."""
     if not stats.dense_bulk_bytes:
         raise ValueError("a QAdACache reads nothing of this model's layers, so there is nothing to tune")
-    sketch_bytes = stats.sketch_read_bytes * (8 * value_bytes / VALUE_BITS)  # the same bits in any dtype
-    return (stats.bulk_read_bytes + sketch_bytes) / stats.dense_bulk_bytes
+    in_any_dtype = 8 * value_bytes / VALUE_BITS  # sketch and records have the same bytes in any, the bulk's divisor not
+    bulk_bytes = stats.bulk_read_bytes * (in_any_dtype if bulk_bits < BULK_BITS else 1)
+    return (bulk_bytes + stats.sketch_read_bytes * in_any_dtype) / stats.dense_bulk_bytes

@@ -64,6 +64,18 @@ def test_figures_are_those_of_an_independent_computation(
         assert figures.seconds > 0
 
 
+def test_records_have_the_same_bytes_in_any_dtype() -> None:
+    """So their share of a bulk in 16 bits does not depend on the model's dtype."""
+    ids, shares = prompt(TOKENS + FOLLOWING)[0], []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny(max_position_embeddings=2048, dtype=dtype)
+        piece = Piece(ids[:, :TOKENS], ids[:, TOKENS:])
+        _, all_tokens = measure(model, piece, SETTINGS[:1], bulk_bits=8)
+        shares.append(all_tokens.bytes_read)
+    assert shares[0] == pytest.approx(shares[1])
+    assert 0.5 < shares[0] < 1.0
+
+
 def test_more_careful_settings_read_more_and_lose_less(
     measured: tuple[PreTrainedModel, Tensor, Figures, list[Figures]],
 ) -> None:
