@@ -15,6 +15,7 @@ is named after it has torch's own choice, at lengths that it has not met.
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import textwrap
@@ -210,7 +211,7 @@ def measure(work: Work, made: dict[str, Callable[[], Cache]], rounds: int, read:
             "batch": work.batch,
             "p50_ms": f"{1e3 * median[name]:.2f}",
             "mean_ms": f"{1e3 * fmean(times):.2f}",
-            "p95_ms": f"{1e3 * sorted(times)[int(0.95 * (len(times) - 1))]:.2f}",
+            "p95_ms": f"{1e3 * sorted(times)[math.ceil(0.95 * len(times)) - 1]:.2f}",
             "tokens_per_s": f"{work.batch / median[name]:.1f}",
             "against_dynamic": f"{median['DynamicCache'] / median[name]:.2f}",
             "against_static": f"{static / median[name]:.2f}",

@@ -211,9 +211,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{align(rows)}\n")
     show(
         "Each method was asked on its own earlier answers, as in any chat. Same: answers that are DynamicCache's to "
-        "the letter. Bulk read: of the bytes of keys and values outside sinks and window, those read, and those of the "
-        "sketch that selects them. MiB are 2^20 bytes, those read per generated token. Tokens/s: after an "
-        "answer's first."
+        "the letter. Bulk read: of the bytes of stored keys and values, sinks and the newest left out, those read, and "
+        "those of the sketch that selects them. MiB are 2^20 bytes, those read per generated token. Tokens/s: after "
+        "an answer's first."
     )
     if options.out:
         write(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, Cache, DynamicCache
 
-from eval.benchmark import shape
+from eval.benchmark import allow_cudnn, shape
 from eval.shared import tables
 from eval.shared.graphed import GraphedStaticCache
 from eval.shared.timing import SIZE, add_options, decode_token, load_model, measure_best, report, wait
@@ -93,7 +93,8 @@ def list_steps(work: Work, theta: float, asked: list[str]) -> Iterator[tuple[str
         else:
             model.config._attn_implementation = IDEAL
             step = hold_densely(work, work.tokens if name == "ideal dense" else FEW)
-        yield name, step, cache
+        with allow_cudnn(name != "DynamicCache"):  # for each of its lengths cuDNN plans anew, longer than a step takes
+            yield name, step, cache
         model.config._attn_implementation = own
         _held.clear()
         del cache, step
@@ -192,7 +193,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if torch.device(options.device).type != "cuda":
         parser.error("this asks a CUDA device where its time goes, and there is none: see eval.benchmark")
-    torch.backends.cuda.enable_cudnn_sdp(True)
     AttentionInterface.register(IDEAL, attend_densely)
     model, _, _ = load_model(parser, options, tokens=max(options.tokens)[0])
     speeds = measure_copies(model.device)

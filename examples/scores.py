@@ -29,4 +29,5 @@ for cache in (None, "qada"):  # the argument `cache` is this package's; lm-eval 
     for task, found in results["results"].items():
         score = found[f"{options.tokens},none"]
         read = found.get("cache_read_share,none", 1.0)
-        print(f"{cache or 'DynamicCache'}: {task} {score:.2f}, {read:.0%} of the context's bytes read")
+        share = read if isinstance(read, str) else f"{read:.0%}"  # of contexts without a stored part it is "N/A"
+        print(f"{cache or 'DynamicCache'}: {task} {score:.2f}, {share} of the context's bytes read")

@@ -159,9 +159,12 @@ def _keep_choice(name: str, model: Any, outcome: tuning.Outcome, prefill: prompt
 def make_serve_folder(options: argparse.Namespace) -> None:
     """`qada serve-folder`."""
     make_folder(options.model, options.out)
-    options.model = str(options.out)
+    source, options.model = options.model, str(options.out)
     try:
         prepare(*_load(options))
+    except (OSError, ValueError) as error:
+        shutil.rmtree(options.out)
+        raise ValueError(f"no folder was made of {source}: {error}") from error
     except BaseException:  # an interruption, too: a folder that is left would make the next try fail
         shutil.rmtree(options.out)
         raise

@@ -68,7 +68,8 @@ class CacheStats:
             `device_budget`.
         bulk_read_bytes: bulk bytes read by query-adaptive calls, and of latents that a model's own indexer picked.
         sketch_read_bytes: bytes of the key sketch read by query-adaptive calls.
-        dense_bulk_bytes: bulk bytes of the same calls if every head had read all of its own.
+        dense_bulk_bytes: stored bulk bytes of the same calls if every head had read all of its own. Pending tokens,
+            which long-context heads read, too, are counted nowhere.
         streamed_bytes: bulk bytes read for exact calls on a filled cache (long second turns, chunked prefill).
         prompt_pairs: pairs of a query and a token up to its own, over query heads and layers, of first prompts (or
             their first chunks) that were read by selection, under `prefill_threshold`.

@@ -37,7 +37,7 @@ TOKENS = (
     ("QAdACache, whole heads", ("qada", "current+random-tokens", "any", ""), "p-"),
     ("whole heads, oracle", ("oracle", "", "any", ""), "p:"),
     ("a share of the tokens, by true score", ("dense", "", "any", "true"), "s:"),
-    ("pages of 16 by bounds (Quest)", ("dense", "", "any", "pages of 16"), "x-"),
+    ("pages of 16 by bounds (Quest, but in all layers)", ("dense", "", "any", "pages of 16"), "x-"),
     *((method, ("evicted", "", "any", method), ".-") for method in ("SnapKV", "ExpectedAttention", "TOVA", "KeyDiff")),
     ("4 bits", ("quantized", "", "any", "4 bits"), "D"),
     ("2 bits", ("quantized", "", "any", "2 bits"), "d"),

@@ -18,8 +18,8 @@ def list_figures(stock: Answer, ours: Answer, *, on_cpu: bool) -> list[dict[str,
     return [
         _make_row(
             "Long context read for each token of the answer",
-            f"Keys and values outside sinks and window, the sketch included, mean of {stats.steps} passes. QAdACache "
-            "counts what it reads; DynamicCache's heads read all, which is arithmetic.",
+            f"Stored keys and values, sinks and newest left out, the sketch included: mean of {stats.steps} passes. "
+            "QAdACache counts what it reads; DynamicCache's heads read all, which is arithmetic.",
             _compare(stats.dense_bulk_bytes / passes, read / passes) if stats.dense_bulk_bytes else [None, None],
         ),
         _make_row("Cache held in the end", "All layers, on the device and in host memory.", _compare(*sizes)),

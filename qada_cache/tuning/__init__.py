@@ -161,8 +161,8 @@ def write_sentences(outcome: Outcome) -> list[str]:
     measured = (
         f"Means of {outcome.pieces} pieces of {outcome.tokens} tokens, over the {outcome.following} tokens after each. "
         f"Intervals are of 90%, by Student's t over {outcome.pieces} pieces: in 1 of 20 cases the mean over all such "
-        "text lies above the upper end. Bytes are those of keys and values outside sinks and window, in 16 bits a "
-        f"value, the sketch included. The defaults are {TOKEN_THRESHOLD:g} and {THRESHOLD:g}."
+        "text lies above the upper end. Bytes are those of stored keys and values, sinks and the newest left out, in "
+        f"16 bits a value, the sketch included. The defaults are {TOKEN_THRESHOLD:g} and {THRESHOLD:g}."
     )
     confirmed = outcome.again
     if outcome.chosen is None or confirmed is None:
