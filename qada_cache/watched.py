@@ -30,6 +30,7 @@ class WatchedCache(NoTensors, DynamicCache):
     """
 
     _shared: Shared
+    _decode_graph: Any
     _given = False
 
     @property
@@ -139,6 +140,8 @@ class WatchedCache(NoTensors, DynamicCache):
             if not isinstance(layer, QAdALayer):
                 drop_tensors(layer)
         super().reset()
+        if self._decode_graph is not None:  # it holds what layers have dropped
+            self._decode_graph.forget()
         self._shared.progress = Progress()
         self._shared.rope_deltas.held = None
         if (snapshots := self._shared.snapshots) is not None:

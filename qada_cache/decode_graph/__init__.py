@@ -29,7 +29,7 @@ from ..models.sharding import UNSHARDED
 from ..said_once import warn_once
 from ..state import BULK_BITS, ManagedModel, Options
 from ..state.layer import QAdALayer
-from ..storage.transfers import find_reader
+from ..storage.transfers import WAITING, find_reader
 from ..versions import CACHE, CACHE_NAMES
 from .capturing import GRAPHS, HostState
 from .counting import add_local, make_sums
@@ -119,7 +119,7 @@ class DecodeGraph:
             tokens = states.window_tokens
             inputs = find_inputs(layers, decoder, kwargs, followed=followed, sliding_tokens=tokens)
         if inputs is None:
-            self._step = None
+            self._step = step = None  # what layers have dropped is freed before a prompt
             return compute(**kwargs)
         if len(layers) < len(cache.layers):
             cache._begin_pass()  # the first called layer does so too, and a replay calls none
@@ -224,6 +224,7 @@ class DecodeGraph:
             with (
                 step.use(self._places),
                 self._lasting.write(LayerStates(layers)),
+                WAITING,
                 without_collecting(),  # a cache that is freed asks its stream for its state, which ends a capture
                 graph.capture(),
             ):

@@ -9,13 +9,15 @@ import torch
 
 from ..state import Shared
 from ..state.layer import QAdALayer
+from ..storage.transfers import find_side_stream
 
 
 class CudaGraph:
     """A CUDA graph: launches on a device, captured once, replayed often."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._graph, self._stream = device, torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        self._device, self._graph = device, torch.cuda.CUDAGraph()
+        self._stream = find_side_stream(device, "capture")
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ from ..sketch.coded import Records
 from . import pinned, transfers
 from .placement import AUTO, Placement
 from .row_tensors import RowTensors
-from .transfers import AsyncCopy, fetch, find_reader, has_own_memory, limit_reads, send, wait_event
+from .transfers import AsyncCopy, fetch, find_reader, has_own_memory, limit_reads, send, wait_event, wait_for
 from .versioned import Buffer
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Bulk(RowTensors):
             self.written.synchronize()
             self.written = None
         elif self.offloaded and self.device.type not in ("cpu", "cuda"):
-            torch.accelerator.synchronize(self.device)
+            wait_for(self.device)
 
     def find_in_place(self) -> tuple[Tensor, Tensor]:
         """Keys and values in host or device memory, for a kernel that reads them there. The device's stream waits for
@@ -130,7 +130,7 @@ class Bulk(RowTensors):
         """Wait for copies of the storage, and for kernels that read it in place, before the host writes or frees it."""
         self.synchronize()
         if self.offloaded and self.capacity:
-            torch.accelerator.synchronize(self.device)
+            wait_for(self.device)
 
     def _rebuild(self, index: Sequence[int], capacity: int, *, offloaded: bool) -> None:
         """Move to a new storage whose row `i` is the old row `index[i]`: in host memory, if the device has no room."""

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import math
 import mmap
-import threading
 import weakref
 
 import torch
@@ -24,7 +23,6 @@ REUSED = 1.5  # unused memory is used again for a size if it is at most this man
 _held: dict[int, int] = {}  # bytes of memory in use, by address
 _retired: list[mmap.mmap] = []  # pinned memory whose tensors are gone; devices may still use it
 _idle: list[mmap.mmap] = []  # pinned memory that neither tensors nor devices use
-_choosing = threading.Lock()  # caches in several threads ask for memory
 _devices: set[torch.device] = set()  # those that may use any of this memory
 
 
@@ -34,7 +32,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     count = math.prod(shape)
     size = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
     _devices.add(device)
-    memory = _take_idle(size) or _pin(size)
+    memory = _take_idle(size) or _pin(size, device)
     view = (ctypes.c_char * len(memory)).from_buffer(memory)
     address = ctypes.addressof(view)
     _held[address] = len(memory)
@@ -63,30 +61,33 @@ def _retire(memory: mmap.mmap, address: int) -> None:
 def _take_idle(size: int) -> mmap.mmap | None:
     """Unused pinned memory of `size` bytes up to `REUSED` times that. If there is none: None, and all unused pinned
     memory is freed."""
-    with _choosing:
+    with transfers.WAITING:  # caches in several threads ask for memory
         if retired := [_retired.pop() for _ in range(len(_retired))]:
-            for device in tuple(_devices):
-                _synchronize(device)
+            try:
+                for device in tuple(_devices):
+                    _synchronize(device)
+            except BaseException:  # devices may still use it
+                _retired.extend(retired)
+                raise
             _idle.extend(retired)
         fitting = [memory for memory in _idle if size <= len(memory) <= REUSED * size]
         if fitting:
             _idle.remove(best := min(fitting, key=len))
             return best
         while _idle:
-            memory = _idle.pop()
-            _unregister(_find_address(memory))  # before `del` unmaps its pages
-            del memory
+            _unregister(_find_address(_idle[-1]))  # before `del` unmaps its pages
+            del _idle[-1]
     return None
 
 
-def _pin(size: int) -> mmap.mmap:
+def _pin(size: int, device: torch.device) -> mmap.mmap:
     memory = transfers.map_memory(size)
     if memory is None:
         raise RuntimeError("the system maps no more memory")
     if hasattr(mmap, "MADV_DONTFORK"):  # after a fork, a write may move a page that the device goes on to use
         memory.madvise(mmap.MADV_DONTFORK)
     torch.frombuffer(memory, dtype=torch.uint8).zero_()  # touches the pages, by all threads
-    _register(_find_address(memory), size)
+    _register(_find_address(memory), size, device)
     return memory
 
 
@@ -94,8 +95,10 @@ def _find_address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def _register(address: int, size: int) -> None:
-    if code := int(torch.cuda.cudart().cudaHostRegister(address, size, FLAGS)):
+def _register(address: int, size: int, device: torch.device) -> None:
+    with torch.cuda.device(device):  # CUDA takes memory on the current one, which may be none that is used
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, FLAGS))
+    if code:
         _clear_error()
         raise RuntimeError(f"CUDA refuses to pin {size} bytes (error {code})")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.decode_graph.step import Places, Step
 from qada_cache.kernels import choice, cpu
 from qada_cache.key_moments import of_layer
-from qada_cache.storage import row_tensors
+from qada_cache.storage import row_tensors, transfers
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -238,6 +240,46 @@ def test_plans_that_are_gone_are_not_replayed(device: str) -> None:
         layer.drop_plans()
     model(ids[:, 72:73], **pass_cache(cache))
     assert cache._decode_graph._graph is not graph
+
+
+@torch.inference_mode()
+def test_nobody_waits_for_a_device_that_captures(device: str) -> None:
+    """CUDA refuses to wait for one, in any thread, and ends the capture."""
+    model, free = tiny().to(device), []
+
+    def ask() -> None:
+        free.append(transfers.WAITING.acquire(blocking=False))
+        if free[-1]:
+            transfers.WAITING.release()
+
+    def hook(*_: Any) -> None:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+
+    model.model.norm.register_forward_hook(hook)
+    decode(model, make(model, token_threshold=0.0, cuda_graph=True), 8)
+    assert free.count(False) == 1
+    assert free.count(True) > 3
+
+
+@torch.inference_mode()
+def test_a_reset_keeps_nothing_alive(device: str) -> None:
+    """Neither what was stored, nor what a graph holds, also while the next prompt is read."""
+    model = tiny().to(device)
+    cache = make(model, token_threshold=0.0, cuda_graph=True)
+    decode(model, cache, 8)
+    assert RecordedGraph.replays
+    for reset in (cache.reset, lambda: [layer.reset() for layer in cache.layers]):
+        stores = [weakref.ref(layer.store) for layer in cache.layers]
+        reset()
+        alive: list[int] = []
+        handle = model.model.norm.register_forward_pre_hook(
+            lambda *_, alive=alive, stores=stores: alive.append(sum(store() is not None for store in stores))
+        )
+        decode(model, cache, 8)
+        handle.remove()
+        assert alive[0] == 0
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 """Pinned memory of any size: what is registered, used again and freed, by stand-ins for CUDA's functions; on a GPU."""
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -32,7 +33,8 @@ class Registered:
         self.there: dict[int, int] = {}
         self.waited: list[torch.device] = []
 
-    def register(self, address: int, size: int) -> None:
+    def register(self, address: int, size: int, device: torch.device) -> None:
+        assert device == CUDA
         assert address % PAGE == size % PAGE == 0
         self.sizes.append(size)
         self.there[address] = size
@@ -112,6 +114,33 @@ def test_devices_are_waited_for_once(cuda: Registered) -> None:
     assert len(cuda.sizes) == len({layer.data_ptr() for layer in layers}) == 5
 
 
+def test_an_interruption_of_the_wait_frees_nothing(cuda: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices may still use what was waited for, and CUDA knows it by its address."""
+
+    def interrupt(_: torch.device) -> None:
+        raise KeyboardInterrupt
+
+    address = pinned.make((PAGE,), torch.uint8, CUDA).data_ptr()
+    with monkeypatch.context() as patch:
+        patch.setattr(pinned, "_synchronize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pinned.make((9 * PAGE,), torch.uint8, CUDA)
+    assert cuda.there == {address: PAGE}
+    assert pinned.make((PAGE,), torch.uint8, CUDA).data_ptr() == address
+
+
+def test_memory_that_cuda_does_not_let_go_is_kept(cuda: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise RuntimeError("CUDA does not let go")
+
+    address = pinned.make((PAGE,), torch.uint8, CUDA).data_ptr()
+    with monkeypatch.context() as patch:
+        patch.setattr(pinned, "_unregister", refuse)
+        with pytest.raises(RuntimeError, match="let go"):
+            pinned.make((9 * PAGE,), torch.uint8, CUDA)
+    assert pinned.make((PAGE,), torch.uint8, CUDA).data_ptr() == address
+
+
 def test_memory_that_cuda_refuses(cuda: Registered, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it is kept; a bulk then takes memory that is not pinned, and says so."""
 
@@ -183,7 +212,8 @@ def test_a_refusal_is_not_left_to_the_next_launch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
     monkeypatch.setattr(torch, "ones", launch)
     monkeypatch.setattr(pinned, "_devices", {torch.device("cuda")})
-    for refuse, given in ((pinned._register, (0, 1)), (pinned._unregister, (0,))):
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    for refuse, given in ((pinned._register, (0, 1, CUDA)), (pinned._unregister, (0,))):
         with pytest.raises(RuntimeError, match=r"CUDA (refuses|does not let go)"):
             refuse(*given)
     assert raised == ["launch"] * 2
