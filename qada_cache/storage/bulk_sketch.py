@@ -223,7 +223,7 @@ class BulkSketch(Versioned):
         if bulk.beside and record["query_energies"] is None:
             raise ValueError("it lacks the query energies that its records lie behind")
         # The file's energies: key moments may have others by now.
-        self.energies = None if record["query_energies"] is None else torch.empty_like(self.mean_key[0])
+        self.energies = None if record["query_energies"] is None else self.mean_key.new_empty(self.mean_key.shape[1:])
         self._query_weights = None
         for name, part in self.record.items():
             if not isinstance(part, Tensor):

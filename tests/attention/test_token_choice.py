@@ -12,7 +12,7 @@ import torch
 from harness import LOCAL, WINDOW, Driver, Inputs, make_shared
 from models import forced, tiny
 from pair import Pair
-from scenarios import SCENARIOS, play, small_buffers
+from scenarios import MIXED, SCENARIOS, play, small_buffers
 from sketch_reference import BITS, estimates, half_variance, log_shares, unread
 from small_sketch import small_sketch
 from stand_in import accelerator
@@ -39,9 +39,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("offloading", [False, True])
-@pytest.mark.parametrize("options", [{"criterion": EVERY}, {"group_rule": "any"}], ids=["static", "gaussian"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    ("scenario", "options", "offloading"),
+    [
+        *((scenario, {"criterion": EVERY}, False) for scenario in SCENARIOS),
+        *((scenario, {"group_rule": "any"}, False) for scenario in MIXED),
+        *((scenario, {"criterion": EVERY}, True) for scenario in MIXED),
+    ],
+)
 def test_reading_all_tokens_equals_reference(scenario: str, options: dict[str, Any], offloading: bool) -> None:
     """`Pair` also compares the sketch with one made anew of the reference's keys, after every call."""
     with small_sketch(6, 16), accelerator() if offloading else nullcontext():  # of several segments

@@ -6,6 +6,7 @@ and eager attention.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,6 @@ class AfterTokens(StoppingCriteria):
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
     "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 20, "top_p": 0.9},
     "beam search": {"num_beams": 3, "length_penalty": 0.5},
     "beam sampling": {"num_beams": 3, "do_sample": True},
@@ -48,15 +48,17 @@ MODES: dict[str, dict[str, Any]] = {
     "several beams": {"num_beams": 4, "num_return_sequences": 2},
     "rows that end": {"eos_token_id": ENDS},
     "beams that end": {"eos_token_id": ENDS, "num_beams": 3, "early_stopping": True},
+    "guidance": {"guidance_scale": 1.5},  # its second pass has a cache of its own, a DynamicCache
+    "chunked prefill": {"prefill_chunk_size": 17},  # longer than the window of 16
+    "short chunks": {"prefill_chunk_size": 9},
+    "hidden states": {"output_hidden_states": True},
+}
+OF_LOGITS: dict[str, dict[str, Any]] = {  # to a cache these, which change logits or end a text, are greedy search
     "stopping criteria": {"stopping_criteria": [AfterTokens()]},
     "minimum length": {"eos_token_id": ENDS, "min_new_tokens": 6},
     "maximum length": {"tokens": None, "max_length": LENGTHS[0] + 7},
     "repetition penalty": {"repetition_penalty": 1.7},
     "no repeated words": {"no_repeat_ngram_size": 1, "bad_words_ids": [[token] for token in ENDS]},
-    "guidance": {"guidance_scale": 1.5},  # its second pass has a cache of its own, a DynamicCache
-    "chunked prefill": {"prefill_chunk_size": 17},  # longer than the window of 16
-    "short chunks": {"prefill_chunk_size": 9},
-    "hidden states": {"output_hidden_states": True},
 }
 SPECULATIVE: dict[str, dict[str, Any]] = {
     "assistant": {},
@@ -119,10 +121,14 @@ def tensors(nested: Any) -> list[Tensor]:
     return [tensor for part in nested for tensor in tensors(part)]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [*itertools.product(FAMILIES, MODES), *(("llama", mode) for mode in OF_LOGITS)],
+    indirect=["family"],
+)
 def test_modes(model: PreTrainedModel, mode: str) -> None:
     ids, mask = prompt(*LENGTHS)  # the second row is padded on its left
-    options = {"attention_mask": mask, "tokens": TOKENS, "output_scores": True, **MODES[mode]}
+    options = {"attention_mask": mask, "tokens": TOKENS, "output_scores": True, **(MODES | OF_LOGITS)[mode]}
     cache, plain = ours(model), dynamic(model)
     wanted = generate(model, ids, plain, **options)
     assert_same(model, generate(model, ids, cache, **options), wanted, cache)

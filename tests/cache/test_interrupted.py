@@ -23,8 +23,8 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-@pytest.mark.parametrize("tokens", [1, 9, 20])
-@pytest.mark.parametrize("place", ["first mlp", "before last attention", "in last attention"])
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("place", ["first mlp", "in last attention"])
 def test_interrupted_forward(
     family: str, tokens: int, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -36,12 +36,11 @@ def test_interrupted_forward(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    layers = model.model.layers
     with monkeypatch.context() as patch:
         if place == "in last attention":
             patch.setattr(call, "attend_adaptively" if tokens <= 16 else "attend_exactly", interrupt)
         else:
-            patch.setattr(layers[0].mlp if place == "first mlp" else layers[1].self_attn.q_proj, "forward", interrupt)
+            patch.setattr(model.model.layers[0].mlp, "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
             forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
 

@@ -111,6 +111,7 @@ def test_as_dynamic_cache(verb: str, argument: Any, model: PreTrainedModel, text
 
 
 @pytest.mark.parametrize("argument", BROKEN, ids=repr)
+@pytest.mark.parametrize("model", ["llama"], indirect=True)  # refused before any layer is asked
 def test_what_is_no_list_of_rows_is_refused(argument: Any, model: PreTrainedModel, text: Tensor, caches: tuple) -> None:
     with pytest.raises(ValueError, match=r"batch_select_indices cannot select from 3 rows by .*no dimension of rows"):
         caches[0].batch_select_indices(argument)
@@ -158,10 +159,12 @@ def test_no_rows(model: PreTrainedModel, text: Tensor, caches: tuple, tmp_path: 
         assert (got - wanted).abs().max() < 1e-3
 
 
-def test_no_rows_of_a_sketch(text: Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["current", "random-tokens"])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_no_rows_of_a_sketch(moments: str, bits: int, text: Tensor, tmp_path: Path) -> None:
     """A cache selects tokens by default, and so has a sketch, here one without rows."""
     model = tiny()
-    cache = QAdACache(model, moments="current", **SMALL)
+    cache = QAdACache(model, moments=moments, bulk_bits=bits, **SMALL)
     forced(model, text, [60], cache)
     cache.batch_select_indices(torch.tensor([False] * ROWS))
     cache.save(tmp_path / "none.safetensors")

@@ -57,9 +57,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_SKETCHES, *WRONG_RECORDS])
+@pytest.mark.parametrize(
+    ("wrong", "dtype"),
+    [
+        *((wrong, torch.bfloat16) for wrong in (*WRONG, *WRONG_SKETCHES, *WRONG_RECORDS)),
+        *((wrong, dtype) for wrong in list(WRONG)[:1] for dtype in (torch.float32, torch.float16)),
+    ],
+    ids=str,
+)
 def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dtypes differ by the error that is allowed alone, and bfloat16's is the largest."""
     change, words = (WRONG | WRONG_SKETCHES | WRONG_RECORDS)[wrong]
     latents = {"layout": LAYOUT, "value_dim": 24, "shared": True}
     bulks: list[dict[str, Any]] = [{"layout": None}, {"layout": LAYOUT}, CODED, latents]
