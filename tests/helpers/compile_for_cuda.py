@@ -49,8 +49,8 @@ def check(recorder: Recorder, capability: int, step: Step) -> None:
 
 def check_prompts(few: bool) -> None:
     """Compile and check the kernels that read prompts by selection."""
-    usual = [(90, 128, 4, 128), (80, 128, 4, 64)]
-    rest = [(89, 128, 8, 128), (80, 80, 1, 128), (90, 64, 3, 128), (90, 80, 1, 128), (80, 128, 4, 128)]
+    usual = [(90, 128, 4, 128)]
+    rest = [(80, 128, 4, 64), (89, 128, 8, 128), (80, 80, 1, 128), (90, 64, 3, 128), (90, 80, 1, 128), (80, 128, 4, 128)]
     rest += [(90, 128, 4, 64), (89, 128, 8, 64), (80, 80, 1, 64), (90, 64, 3, 64)]
     rest += [(capability, 256, group, 64) for capability, group in ((80, 8), (89, 2), (90, 1))]
     rest += [(capability, 128, 4, block) for capability in BLACKWELL for block in (64, 128)]
@@ -99,12 +99,15 @@ def main() -> None:
         (90, Step(128, 128, 4, torch.bfloat16, 40_000, options=count)),
         (90, Step(128, 128, 4, torch.bfloat16, 40_000, 1.5, 8, options=count)),
         (80, Step(64, 64, 7, torch.bfloat16, 40_000, 1.5, 4, options=count)),
-        (89, Step(64, 64, 1, torch.float32, 2000, 1)),
-        (90, Step(64, 64, 7, torch.bfloat16, 40_000, 1.5, 8, options=count, queries=112)),
         (90, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, options=count, shared=True)),
         (90, Step(576, 512, 16, torch.bfloat16, 40_000, 1.5, 8, options=count, shared=True)),
     ]
+    others = [
+        (89, Step(64, 64, 1, torch.float32, 2000, 1)),
+        (90, Step(64, 64, 7, torch.bfloat16, 40_000, 1.5, 8, options=count, queries=112)),
+    ]
     rest = [
+        *others,
         (90, Step(128, 128, 4, torch.bfloat16, 40_000, 2, options=count)),
         (89, Step(96, 80, 3, torch.bfloat16, 2000, 2, options=any_head)),
         (80, Step(128, 128, 4, torch.bfloat16, 40_000, 1.5, options=count, queries=5)),
@@ -133,7 +136,7 @@ def main() -> None:
         (80, Step(640, 512, 5, torch.float32, 2000, 2, 4, options=count, shared=True)),
         (89, Step(288, 256, 8, torch.bfloat16, 2000, options=any_head, shared=True)),
         (90, Step(576, 512, 16, torch.float32, 2000, shared=True)),
-        *((capability, step) for capability in BLACKWELL for _, step in usual),
+        *((capability, step) for capability in BLACKWELL for _, step in usual + others),
     ]
     for capability, step in usual if few else rest:
         for recorder in step.record_launches():
