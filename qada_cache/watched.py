@@ -188,6 +188,7 @@ class WatchedCache(NoTensors, DynamicCache):
             if layer_idx not in progress.visits:
                 progress.visits[layer_idx] = Visit(count_writes(self.layers[layer_idx]))
             progress.visits[layer_idx].calls.add(call)
+        progress.changing = ""
 
     def _check_handed_back(self) -> None:
         """Raise if keys handed out by the layer reached last did not come to our attention function."""

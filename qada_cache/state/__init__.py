@@ -171,7 +171,9 @@ class Progress:
     """How far a pass over the layers, or a change of them, has come."""
 
     reached: int = -1  # the layer that called last; between passes the last of all, or -1 before the first pass
-    changing: str = ""  # the verb ("crop") that all layers are going through, one after the other; empty: none
+    # What layers are in the middle of: a verb ("crop") that all go through one after the other, or a pass that
+    # transformers' own layer is taking tokens in from. Empty: nothing.
+    changing: str = ""
     visits: dict[int, Visit] = field(default_factory=dict)  # in this pass, by layer
 
     def is_repeated(self, layer: int, call: Hashable) -> bool:
