@@ -15,7 +15,7 @@ from ..storage import TokenStore
 from ..storage.padding import NONE
 from ..versions import CACHE
 from . import Shared
-from .asker import Asker
+from .asker import Asker, refuse_gradients
 from .counters import Counters
 from .forward_pass import Seen
 
@@ -116,11 +116,7 @@ class QAdALayer(Asker, DynamicLayer):
         """Tag new tokens `[batch, kv_heads, tokens, dim]`; the result is for our attention function alone. RuntimeError
         if gradients are recorded, the batch size or dtype changed, or the last tokens never reached us."""
         self.check_attended()
-        if key_states.requires_grad or value_states.requires_grad:
-            raise RuntimeError(
-                "QAdACache serves inference only: call the model under torch.no_grad() (generate() does), "
-                "or train without a cache"
-            )
+        refuse_gradients(key_states, value_states)
         self.check_rows(key_states.shape[0])
         if self.store is None:
             self.lazy_initialization(key_states, value_states)

@@ -117,6 +117,27 @@ def test_training_is_refused(model: PreTrainedModel) -> None:
     assert (got - forced(model, ids, [50], None)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 100])
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        ("llama", "layers.1.self_attn.q_proj"),
+        ("gpt_oss", "layers.1.self_attn.sinks"),
+        ("deepseek_v3", "layers.1.self_attn.kv_b_proj"),
+        ("gemma3n", "layers.3.self_attn.q_proj"),
+    ],
+)
+def test_gradients_that_pass_by_the_keys_are_refused(family: str, part: str, tokens: int) -> None:
+    """No key that is stored has any: they are of queries, of learned sinks, and of what expands latents."""
+    model, ids = tiny(family), prompt(900 + tokens)[0]
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(part in name or "lm_head" in name)
+    cache = exact(model)
+    forced(model, ids[:, :900], [898, 1], cache)
+    with pytest.raises(RuntimeError, match=r"inference only: call the model under torch.no_grad\(\)"):
+        model(ids[:, 900:], **pass_cache(cache))
+
+
 def test_a_cache_is_not_a_list(model: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match="cannot be unpacked into keys and values"):
         list(exact(model))
