@@ -65,6 +65,7 @@ class QAdALayer(Asker, DynamicLayer):
         self.incoming: Tensor | None = None  # keys handed out by `update` and not yet seen by the attention function
         self.lent: Any = None  # a `Call` of attention/call.py: tokens that are stored once all readers have asked them
         self.store: TokenStore | None = None  # the real tokens
+        self.is_first = False  # whether the last `update` made the store
         self.seen = 0  # logical tokens, padding included (what transformers calls the sequence length)
         self.padding = NONE  # of these tokens; shared by the layers of a cache
 
@@ -118,6 +119,7 @@ class QAdALayer(Asker, DynamicLayer):
         self.check_attended()
         refuse_gradients(key_states, value_states)
         self.check_rows(key_states.shape[0])
+        self.is_first = self.store is None
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         elif (key_states.dtype, value_states.dtype) != self.store.dtypes:
@@ -183,6 +185,8 @@ class QAdALayer(Asker, DynamicLayer):
         """Undo `update`: its tokens were refused before anything was stored."""
         self.incoming = None
         self.seen -= tokens
+        if self.is_first:  # its store has a number of rows and a dtype, which the next call need not have
+            self.store, self.is_initialized = None, False
         self.shared.progress.reached = self.index - 1
 
     def offload(self) -> None:
