@@ -164,6 +164,7 @@ class Visit:
 
     versions: dict[Hashable, int]  # `linear_states.count_writes` when the pass came to the layer
     calls: set[Hashable] = field(default_factory=set)
+    expected: set[Hashable] = field(default_factory=set)  # of the last layer: states that earlier ones like it wrote
 
 
 @dataclass

@@ -200,6 +200,22 @@ def test_interrupted_last_layer(family: str, place: str, tokens: int, monkeypatc
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_interrupted_last_layer_like_the_first_alone(family: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So says the next pass, which has come to the first layer by then."""
+    linear = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+    model = model_of(family) if family in HYBRIDS else tiny(family, **linear)
+    text, cache = prompt(150 + 2 * tokens)[0], exact(model)
+    forced(model, text[:, :150], [150], cache)
+    with monkeypatch.context() as patch:
+        interrupt_last_layer(model, cache, "before states", tokens, patch)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
+    with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
+        forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_interrupted_after_the_last_layer(family: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer holds the tokens, and nothing is wrong with going on; nor after copies and changes of rows."""
