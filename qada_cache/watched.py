@@ -183,14 +183,14 @@ class WatchedCache(NoTensors, DynamicCache):
     def _note(self, layer_idx: int, call: Hashable) -> None:
         """Note that the pass has come to this call."""
         progress = self._shared.progress
-        progress.reached = layer_idx
         if layer_idx in self._linear_layers:
             if layer_idx not in progress.visits:
                 visit = progress.visits[layer_idx] = Visit(count_writes(self.layers[layer_idx]))
                 if layer_idx == self._last_layer:
                     visit.expected = find_expected(self.layers, self._shared.model.config, progress.visits, layer_idx)
             progress.visits[layer_idx].calls.add(call)
-        progress.changing = ""
+        # Last, as a last layer without a visit counts as whole.
+        progress.reached, progress.changing = layer_idx, ""
 
     def _check_handed_back(self) -> None:
         """Raise if keys handed out by the layer reached last did not come to our attention function."""
