@@ -139,7 +139,7 @@ class WatchedCache(NoTensors, DynamicCache):
             if not isinstance(layer, QAdALayer):
                 drop_tensors(layer)
         super().reset()
-        self._shared.progress = Progress()
+        self._shared.progress = Progress(first=self._shared.progress.first)
         self._shared.rope_deltas.held = None
         if (snapshots := self._shared.snapshots) is not None:
             self._shared.snapshots = Snapshots(snapshots.every)
@@ -173,6 +173,7 @@ class WatchedCache(NoTensors, DynamicCache):
             self._check_handed_back()
         elif progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
             self._begin_pass()
+            progress.begin(layer_idx)
 
     def _begin_pass(self) -> None:
         """Raise if the last pass was interrupted; keep a snapshot, if one is due."""

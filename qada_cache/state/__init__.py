@@ -172,10 +172,17 @@ class Progress:
     """How far a pass over the layers, or a change of them, has come."""
 
     reached: int = -1  # the layer that called last; between passes the last of all, or -1 before the first pass
+    first: int = -1  # the layer that calls first in a pass, or -1 before the first pass; `reset` keeps it
     # What layers are in the middle of: a verb ("crop") that all go through one after the other, or a pass that
     # transformers' own layer is taking tokens in from. Empty: nothing.
     changing: str = ""
     visits: dict[int, Visit] = field(default_factory=dict)  # in this pass, by layer
+
+    def begin(self, layer: int) -> None:
+        """Note that a layer begins a pass; RuntimeError, if this is the rest of a pass that a reset interrupted."""
+        if self.reached < 0 <= self.first < layer:
+            raise RuntimeError("reset() interrupted a forward pass, which cannot go on: read the prompt again")
+        self.first = layer
 
     def is_repeated(self, layer: int, call: Hashable) -> bool:
         """Whether this pass has made this call of a layer already, or gone past it: the call begins another pass."""

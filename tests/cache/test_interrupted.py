@@ -88,6 +88,22 @@ def test_interrupted_in_a_sliding_first_layer(held: int, monkeypatch: pytest.Mon
     assert (got - wanted).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_a_pass_that_a_reset_interrupts(family: str) -> None:
+    """Later layers would take in its tokens alone."""
+    model, text = tiny(family), prompt(160)[0]
+    cache = exact(model)
+    forced(model, text[:, :150], [150], cache)
+    for _ in range(2):
+        hook = model.model.layers[0].register_forward_hook(lambda *_: cache.reset())
+        with pytest.raises(RuntimeError, match=r"reset\(\) interrupted a forward pass"):
+            forced(model, text[:, 150:], [10], cache)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        got, wanted = (forced(model, text, [150, 1], used) for used in (cache, DynamicCache(config=model.config)))
+        assert (got - wanted).abs().max() < 1e-3
+
+
 def filled(model: PreTrainedModel, text: Tensor) -> DynamicCache:
     """A `DynamicCache` that has read `text`."""
     cache = DynamicCache(config=model.config)
