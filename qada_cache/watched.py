@@ -117,6 +117,7 @@ class WatchedCache(NoTensors, DynamicCache):
         snapshot = None if snapshots is None or not tokens else snapshots.find(self._count_tokens() + tokens)
         others = (lambda layer, _: crop_layer(layer, tokens)) if snapshot is None else snapshot.restore
         self._change("crop", lambda layer: layer.crop(tokens), others)
+        self._shared.rope_deltas.crop(self._count_tokens())
         if snapshots is not None:
             snapshots.forget_behind(self._count_tokens())
 
@@ -140,7 +141,7 @@ class WatchedCache(NoTensors, DynamicCache):
                 drop_tensors(layer)
         super().reset()
         self._shared.progress = Progress(first=self._shared.progress.first)
-        self._shared.rope_deltas.held = None
+        self._shared.rope_deltas.crop(0)
         if (snapshots := self._shared.snapshots) is not None:
             self._shared.snapshots = Snapshots(snapshots.every)
 
