@@ -179,17 +179,17 @@ class QAdACache(WatchedCache):
             attention.check_switched_on(self._shared.model.config)
             self._shared.rope_deltas.note(key_states.shape[2], self._count_tokens())
         self._enter(layer_idx, "keys")
-        if not isinstance(layer := self.layers[layer_idx], QAdALayer):  # ours check for themselves
-            self._check_rows(layer_idx, key_states.shape[0])
+        layer: Any = self.layers[layer_idx]
         if self.options.progress:
-            # `WatchedCache.get_seq_length` would take this call for the model's, and note it.
-            held, tokens = super(WatchedCache, self).get_seq_length(layer_idx), key_states.shape[2]
-            if tokens <= self.options.window:
+            if (tokens := key_states.shape[2]) <= self.options.window:
                 self._bar.close()
             else:
-                prompt = max(held + tokens, generation.find_prompt().tokens)
+                prompt = max((held := layer.get_seq_length()) + tokens, generation.find_prompt().tokens)
                 self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
-        states = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[union-attr]  # who calls has keys
+        if not isinstance(layer, QAdALayer):  # ours check for themselves, and notice what they did not store
+            self._check_rows(layer_idx, key_states.shape[0])
+            self._shared.progress.changing = "a forward pass"  # it counts tokens before it stores them
+        states = layer.update(key_states, value_states, *args, **kwargs)
         self._note(layer_idx, "keys")
         return states
 

@@ -15,7 +15,7 @@ from .models import decoder_forward, forgets_states
 from .no_tensors import NoTensors
 from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, check_crop, find_selected_rows
-from .state.linear_states import count_writes, find_written, list_states
+from .state.linear_states import count_writes, find_expected, find_kind, find_written, list_states
 from .state.other_layers import copy_layer, crop_layer, drop_tensors
 from .state.snapshots import EVERY, Snapshot, Snapshots
 from .storage.bulk import Bulk
@@ -118,6 +118,7 @@ class WatchedCache(NoTensors, DynamicCache):
         snapshot = None if snapshots is None or not tokens else snapshots.find(self._count_tokens() + tokens)
         others = (lambda layer, _: crop_layer(layer, tokens)) if snapshot is None else snapshot.restore
         self._change("crop", lambda layer: layer.crop(tokens), others)
+        self._shared.rope_deltas.crop(self._count_tokens())
         if snapshots is not None:
             snapshots.forget_behind(self._count_tokens())
 
@@ -142,8 +143,8 @@ class WatchedCache(NoTensors, DynamicCache):
         super().reset()
         if self._decode_graph is not None:  # it holds what layers have dropped
             self._decode_graph.forget()
-        self._shared.progress = Progress()
-        self._shared.rope_deltas.held = None
+        self._shared.progress = Progress(first=self._shared.progress.first)
+        self._shared.rope_deltas.crop(0)
         if (snapshots := self._shared.snapshots) is not None:
             self._shared.snapshots = Snapshots(snapshots.every)
 
@@ -175,22 +176,26 @@ class WatchedCache(NoTensors, DynamicCache):
         if 0 <= progress.reached < layer_idx and not progress.changing:
             self._check_handed_back()
         elif progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
-            self._begin_pass(layer_idx)
+            self._begin_pass()
+            progress.begin(layer_idx)
 
-    def _begin_pass(self, layer_idx: int = -1) -> None:
-        """Raise if the last pass was interrupted; keep a snapshot, if one is due. This layer may have written since."""
-        self._check_whole(layer_idx)
+    def _begin_pass(self) -> None:
+        """Raise if the last pass was interrupted; keep a snapshot, if one is due."""
+        self._check_whole()
         if self._shared.snapshots is not None:
             self._shared.snapshots.begin_pass(self.layers, self._count_tokens())
 
     def _note(self, layer_idx: int, call: Hashable) -> None:
         """Note that the pass has come to this call."""
         progress = self._shared.progress
-        progress.reached = layer_idx
         if layer_idx in self._linear_layers:
             if layer_idx not in progress.visits:
-                progress.visits[layer_idx] = Visit(count_writes(self.layers[layer_idx]))
+                visit = progress.visits[layer_idx] = Visit(count_writes(self.layers[layer_idx]))
+                if layer_idx == self._last_layer:
+                    visit.expected = find_expected(self.layers, self._shared.model.config, progress.visits, layer_idx)
             progress.visits[layer_idx].calls.add(call)
+        # Last, as a last layer without a visit counts as whole.
+        progress.reached, progress.changing = layer_idx, ""
 
     def _check_handed_back(self) -> None:
         """Raise if keys handed out by the layer reached last did not come to our attention function."""
@@ -198,10 +203,10 @@ class WatchedCache(NoTensors, DynamicCache):
         if 0 <= reached < len(self.layers) and isinstance(layer := self.layers[reached], QAdALayer):
             layer.check_attended()
 
-    def _check_whole(self, calling: int = -1) -> None:
+    def _check_whole(self) -> None:
         """Raise unless the last forward pass, or change, came through all layers: else they hold different tokens."""
         self._check_handed_back()
-        self._finish_pass(calling)
+        self._finish_pass()
         self._check_files()
         progress = self._shared.progress
         if progress.changing or 0 <= progress.reached < self._last_layer:
@@ -218,24 +223,15 @@ class WatchedCache(NoTensors, DynamicCache):
                     "changed: reset() or load it again, and replace such files by save() or a rename"
                 )
 
-    def _finish_pass(self, calling: int = -1) -> None:
+    def _finish_pass(self) -> None:
         """Note whether the last layer wrote as many of its states as earlier ones of its kind, which were whole. It is
-        done while they are still as it left them, but for those of a layer that is `calling`."""
+        done while they are still as it left them."""
         progress, last = self._shared.progress, self._last_layer
         if progress.reached != last:
             return
-        if last in progress.visits:
-            kind, visited = self._find_kind(last), progress.visits.keys() - {calling} | {last}
-            alike = [index for index in visited if self._find_kind(index) == kind]
-            written = {index: find_written(self.layers[index], progress.visits[index]) for index in alike}
-            if not all(states <= written[last] for states in written.values()):
-                progress.reached = last - 1
+        if (visit := progress.visits.get(last)) and not visit.expected <= find_written(self.layers[last], visit):
+            progress.reached = last - 1
         progress.visits.clear()
-
-    def _find_kind(self, layer_idx: int) -> tuple[type, Hashable]:
-        """A key that is the same for layers that write the same states: the class, and the config's type."""
-        types = getattr(self._shared.model.config, "layer_types", None)
-        return type(self.layers[layer_idx]), types[layer_idx] if types else layer_idx
 
     def _change_rows(self, verb: str, argument: Any) -> None:
         """Have row `i` of every layer become the old row that the argument of this verb says; without rows nothing."""
@@ -296,6 +292,6 @@ class WatchedCache(NoTensors, DynamicCache):
         for index in reversed(range(len(self.layers))):
             calls = isinstance(self.layers[index], (CacheLayerMixin, LinearAttentionCacheLayerMixin))
             # In older transformers feed-forward layers have a linear cache and never call it.
-            if calls and self._find_kind(index)[1] not in ("mlp", "moe"):
+            if calls and find_kind(self.layers, self._shared.model.config, index)[1] not in ("mlp", "moe"):
                 return max([index, *self._shared.model.readers])  # readers call, too, and are no layers of the cache
         return -1

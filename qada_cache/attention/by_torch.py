@@ -114,11 +114,13 @@ def sum_bulk(scores: Tensor, rows: Rows, bulk_lse: Tensor) -> Tensor:
 
 def observe(layer: Asker, seen: Observation) -> None:
     """Report a call to the cache's observer, and audit it if it is the layer's turn."""
-    if layer.shared.observer is not None:
-        layer.shared.observer(seen)
-    if layer.is_audited():
-        audit(layer, seen)
-    seen.close()
+    try:
+        if layer.shared.observer is not None:
+            layer.shared.observer(seen)
+        if layer.is_audited():
+            audit(layer, seen)
+    finally:
+        seen.close()
 
 
 def audit(layer: Asker, seen: Observation) -> None:

@@ -19,7 +19,7 @@ from transformers.masking_utils import BlockMask
 from ..kernels.operands import Query
 from ..kernels.reference import suspend_autocast
 from ..process_memory import trim_growth
-from ..state.asker import Asker
+from ..state.asker import Asker, refuse_gradients
 from ..state.layer import QAdALayer
 from ..storage import TokenStore
 from . import generation
@@ -147,6 +147,8 @@ def _check_call(
         layer.shared.forward_pass.lead = None
     try:
         check_supported(layer, module, kwargs, tokens=queries, seen=layer.seen, first=first)
+        if layer.seen > queries:  # the model's own attention computes a first prompt with gradients
+            refuse_gradients(asked.states, key, value, asked.sink_logits)
         if isinstance(layer, LatentLayer):
             layer.check_module(module, key, value)
         tensor_mask = read_block_mask(mask) if isinstance(mask, BlockMask) else mask
@@ -204,6 +206,8 @@ def _find_reader(
             f"{layer.index} under another mask, which QAdACache does not support: use transformers.DynamicCache"
         )
     check_supported(reader, module, kwargs, tokens=key.shape[2], seen=layer.seen, first=False)
+    if not call.empty:
+        refuse_gradients(asked.states)
     asked.valid, asked.visible = call.valid, call.visible
     if not call.exact and not call.empty and call.valid is not None:
         asked.valid = call.valid[:, -queries:]

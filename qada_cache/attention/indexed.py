@@ -139,6 +139,8 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
     def abandon(self, tokens: int) -> None:
         """As `QAdALayer`."""
         super().abandon(tokens)
+        if self.store is None:  # the indexer's keys have rows and a dtype, too
+            self.indexer_keys, self.is_indexer_initialized = None, False
         self._crop_indexer()
 
     def crop(self, tokens_to_remove: int) -> None:

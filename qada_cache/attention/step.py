@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.operands import Query
+from ..kernels.reference import has_gradients
 from ..state.forward_pass import Lead
 from ..state.layer import QAdALayer
 from .checking import list_watched
@@ -55,8 +56,8 @@ def follow(
     alike = alike and [length + 1 for length in store.lengths] == lead.lengths
     alike = alike and kwargs.keys() == names and all(kwargs[name] is None for name in watched)
     alike = alike and kwargs["scaling"] == scaling and not kwargs["dropout"]
-    alike = alike and layer.bound_module() is module and not module.training
     sinks = kwargs.get("s_aux")
+    alike = alike and layer.bound_module() is module and not module.training and not has_gradients(query, sinks)
     if not alike or find_plan(layer, store, query, by_kernel=True, sinks=sinks is not None) is not plan:
         return None
     store.advance()

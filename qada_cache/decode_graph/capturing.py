@@ -81,6 +81,7 @@ class HostState:
     def restore(self) -> None:
         """Put all attributes back as they were."""
         self._shared.progress.reached, self._shared.progress.visits = self._progress
+        self._shared.progress.changing = ""  # a failed capture may have left a layer in the middle of an update
         self._shared.forward_pass.is_prefill_chunk = self._is_prefill_chunk
         for each, before in self._attributes:
             vars(each).update(before)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..said_once import warn_once
 from .choice import AUTO_DEVICES, explain_unsupported
-from .reference import find_fault, partial_attention
+from .reference import find_fault, has_gradients, partial_attention
 from .sampled_prompt import BLOCK, SHARES, SHORT, encode, find_block, find_probabilities
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def find_selected_attention(
     heads, queries, dim = query.shape[1:]
     tokens = past + key.shape[2]
     packed = all(tensor.stride(3) == 1 for tensor in (query, key, value))
-    if not packed or tokens < max(MIN_TOKENS, queries) or (torch.is_grad_enabled() and query.requires_grad):
+    if not packed or tokens < max(MIN_TOKENS, queries) or has_gradients(query, key, value):
         return None
     if (reason := explain_unsupported(query, key, value, None)) is None:
         if (query.dtype.itemsize > 2 and query.device.type == "cuda") or max(dim, value.shape[3]) > MAX_DIM:

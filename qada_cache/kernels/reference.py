@@ -96,3 +96,8 @@ def find_fault(
             worst = float((one.double() - other.double()).abs().max())
             return f"it is off by {worst:.2g} from the same computation in plain torch"
     return None
+
+
+def has_gradients(*parts: Tensor | None) -> bool:
+    """Whether torch records gradients of what is computed of these."""
+    return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)

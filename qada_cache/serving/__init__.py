@@ -144,7 +144,10 @@ def generate(
         read = 0 if prompt is None else min(cache.get_seq_length(), len(prompt))
         if conversation is not None and prompt is not None and read:
             with contextlib.suppress(RuntimeError):  # its layers differ in tokens, or cannot be cropped: it is dropped
-                cache.crop(read - cache.get_seq_length())
+                if generated := cache.get_seq_length() - read:
+                    cache.crop(-generated)
+                else:  # some layers refuse even a crop of nothing
+                    cache._check_whole()
                 stored.keep(cache, prompt[:read])
                 pool.keep(conversation, prompt[:read], limits)
         raise

@@ -164,6 +164,7 @@ class Visit:
 
     versions: dict[Hashable, int]  # `linear_states.count_writes` when the pass came to the layer
     calls: set[Hashable] = field(default_factory=set)
+    expected: set[Hashable] = field(default_factory=set)  # of the last layer: states that earlier ones like it wrote
 
 
 @dataclass
@@ -171,8 +172,17 @@ class Progress:
     """How far a pass over the layers, or a change of them, has come."""
 
     reached: int = -1  # the layer that called last; between passes the last of all, or -1 before the first pass
-    changing: str = ""  # the verb ("crop") that all layers are going through, one after the other; empty: none
+    first: int = -1  # the layer that calls first in a pass, or -1 before the first pass; `reset` keeps it
+    # What layers are in the middle of: a verb ("crop") that all go through one after the other, or a pass that
+    # transformers' own layer is taking tokens in from. Empty: nothing.
+    changing: str = ""
     visits: dict[int, Visit] = field(default_factory=dict)  # in this pass, by layer
+
+    def begin(self, layer: int) -> None:
+        """Note that a layer begins a pass; RuntimeError, if this is the rest of a pass that a reset interrupted."""
+        if self.reached < 0 <= self.first < layer:
+            raise RuntimeError("reset() interrupted a forward pass, which cannot go on: read the prompt again")
+        self.first = layer
 
     def is_repeated(self, layer: int, call: Hashable) -> bool:
         """Whether this pass has made this call of a layer already, or gone past it: the call begins another pass."""

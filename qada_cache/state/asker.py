@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..kernels.reference import has_gradients
 from ..key_moments.of_layer import LayerMoments
 from . import Options, Shared
 from .counters import Counters
@@ -54,3 +55,12 @@ class Asker:
         """Whether the query-adaptive call under way is audited or has an observer. If so, torch computes it, as kernels
         do not return which tokens they select."""
         return self.shared.observer is not None or self.is_audited()
+
+
+def refuse_gradients(*parts: Tensor | None) -> None:
+    """Raise RuntimeError if a result computed of these would have gradients: it is written in place, or by kernels."""
+    if has_gradients(*parts):
+        raise RuntimeError(
+            "QAdACache serves inference only: call the model under torch.no_grad() (generate() does), "
+            "or train without a cache"
+        )

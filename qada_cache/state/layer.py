@@ -15,7 +15,7 @@ from ..storage import TokenStore
 from ..storage.padding import NONE
 from ..versions import CACHE
 from . import Shared
-from .asker import Asker
+from .asker import Asker, refuse_gradients
 from .counters import Counters
 from .forward_pass import Seen
 
@@ -65,6 +65,7 @@ class QAdALayer(Asker, DynamicLayer):
         self.incoming: Tensor | None = None  # keys handed out by `update` and not yet seen by the attention function
         self.lent: Any = None  # a `Call` of attention/call.py: tokens that are stored once all readers have asked them
         self.store: TokenStore | None = None  # the real tokens
+        self.is_first = False  # whether the last `update` made the store
         self.seen = 0  # logical tokens, padding included (what transformers calls the sequence length)
         self.padding = NONE  # of these tokens; shared by the layers of a cache
 
@@ -116,12 +117,9 @@ class QAdALayer(Asker, DynamicLayer):
         """Tag new tokens `[batch, kv_heads, tokens, dim]`; the result is for our attention function alone. RuntimeError
         if gradients are recorded, the batch size or dtype changed, or the last tokens never reached us."""
         self.check_attended()
-        if key_states.requires_grad or value_states.requires_grad:
-            raise RuntimeError(
-                "QAdACache serves inference only: call the model under torch.no_grad() (generate() does), "
-                "or train without a cache"
-            )
+        refuse_gradients(key_states, value_states)
         self.check_rows(key_states.shape[0])
+        self.is_first = self.store is None
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         elif (key_states.dtype, value_states.dtype) != self.store.dtypes:
@@ -187,6 +185,8 @@ class QAdALayer(Asker, DynamicLayer):
         """Undo `update`: its tokens were refused before anything was stored."""
         self.incoming = None
         self.seen -= tokens
+        if self.is_first:  # its store has a number of rows and a dtype, which the next call need not have
+            self.store, self.is_initialized = None, False
         self.shared.progress.reached = self.index - 1
 
     def offload(self) -> None:

@@ -1,6 +1,6 @@
 """Finds the states that transformers' linear layers write in a pass, as far as writes can be seen."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,3 +25,17 @@ def find_written(layer: Any, visit: Visit) -> set[Hashable]:
     """The states that a linear layer has visibly written in a pass, by calls or in place, and its keys."""
     in_place = {name for name, now in count_writes(layer).items() if visit.versions.get(name, now) != now}
     return in_place | (visit.calls & {"keys", *list_states(layer)})
+
+
+def find_kind(layers: Sequence[Any], config: Any, index: int) -> tuple[type, Hashable]:
+    """A key that is the same for layers that write the same states: the class, and the config's type."""
+    types = getattr(config, "layer_types", None)
+    return type(layers[index]), types[index] if types else index
+
+
+def find_expected(layers: Sequence[Any], config: Any, visits: Mapping[int, Visit], last: int) -> set[Hashable]:
+    """The states that the last layer is to write in a pass which has just come to it: those that visited layers of its
+    kind have written. Later they cannot be told from the next pass's, which may write before its first call."""
+    kind = find_kind(layers, config, last)
+    alike = (index for index in visits if index != last and find_kind(layers, config, index) == kind)
+    return set().union(*(find_written(layers[index], visits[index]) for index in alike))

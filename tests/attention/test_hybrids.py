@@ -13,7 +13,7 @@ import torch
 from models import FAMILIES, exact, forced, generate, logits_of, prompt, tiny
 from transformers import DynamicCache, MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from qada_cache import QAdACache
+from qada_cache import QAdACache, watched
 from qada_cache.state.layer import QAdALayer
 from qada_cache.stats import count_layer_bytes
 from qada_cache.versions import CACHE, pass_cache
@@ -197,6 +197,35 @@ def test_interrupted_last_layer(family: str, place: str, tokens: int, monkeypatc
     cache.reset()
     got, wanted = (forced(model, text, [150, 1], used) for used in (cache, DynamicCache(config=model.config)))
     assert (got - wanted).abs().max() < 1e-3
+
+
+def test_interrupted_where_the_last_layer_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written nothing then, and no earlier layer tells that it should have."""
+    model, text = tiny("qwen3_next", layer_types=["full_attention", "linear_attention"]), prompt(160)[0]
+    cache = exact(model)
+    forced(model, text[:, :150], [150], cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(watched, "count_writes", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150:], [10], cache)
+    with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
+        forced(model, text[:, 150:], [10], cache)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_interrupted_last_layer_like_the_first_alone(family: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So says the next pass, which has come to the first layer by then."""
+    linear = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+    model = model_of(family) if family in HYBRIDS else tiny(family, **linear)
+    text, cache = prompt(150 + 2 * tokens)[0], exact(model)
+    forced(model, text[:, :150], [150], cache)
+    with monkeypatch.context() as patch:
+        interrupt_last_layer(model, cache, "before states", tokens, patch)
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
+    with pytest.raises(RuntimeError, match=r"interrupted.*reset\(\)"):
+        forced(model, text[:, 150 : 150 + tokens], [tokens], cache)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])

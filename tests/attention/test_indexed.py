@@ -116,6 +116,14 @@ def test_forged_keys_of_an_indexer_are_refused() -> None:
         forced(model, prompt(1)[0], [1], cache)
 
 
+def test_a_refused_first_call_leaves_no_keys_of_an_indexer(model: PreTrainedModel) -> None:
+    """Whose rows would bind the next call."""
+    cache, ids = exact(model), prompt(50)[0]
+    with pytest.raises(NotImplementedError, match="cannot return attention weights"), torch.no_grad():
+        model(ids.repeat(2, 1), **pass_cache(cache), output_attentions=True)
+    assert_near(model, forced(model, ids, [40, 1], cache), forced(model, ids, [40, 1], dynamic(model)))
+
+
 @torch.no_grad()
 def test_a_refused_call_changes_nothing(model: PreTrainedModel) -> None:
     ids = prompt(60)[0]

@@ -182,11 +182,12 @@ def test_copies_are_not_observed_and_none_ends_it() -> None:
 
 
 def test_what_an_observer_raises_interrupts_the_pass() -> None:
-    model = tiny()
+    model, seen = tiny(), list[Observation]()
     cache = QAdACache(model, moments="current", **SMALL)
     generate(model, cache)
 
-    def fail(seen: Observation) -> None:
+    def fail(one: Observation) -> None:
+        seen.append(one)
         raise ZeroDivisionError
 
     cache.observer = fail
@@ -194,6 +195,8 @@ def test_what_an_observer_raises_interrupts_the_pass() -> None:
         model(prompt(1)[0], **pass_cache(cache))
     with torch.no_grad(), pytest.raises(RuntimeError, match="interrupted"):
         model(prompt(1)[0], **pass_cache(cache))
+    with pytest.raises(RuntimeError, match="is over: ask for true_log_bulk in the observer itself"):
+        _ = seen[0].true_log_bulk
 
 
 def test_wrong_observer() -> None:

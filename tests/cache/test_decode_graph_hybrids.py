@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from eval.families import build, make_tiny_config
 from qada_cache import QAdACache
+from qada_cache.decode_graph import lasting
 from qada_cache.decode_graph.lasting import LayerStates
 from qada_cache.versions import pass_cache
 
@@ -176,3 +177,18 @@ def test_layers_that_record_the_past_have_no_graph(device: str) -> None:
         if family == "qwen3_next":  # older transformers' sliding layers do not get their masks right then
             read(model, cache, prompt(70)[0][:, 60:], *[1] * 10)
     assert not RecordedGraph.replays
+
+
+@torch.no_grad()
+def test_a_capture_that_fails_in_a_sliding_layer(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the layer takes in a token: the step is computed without a graph, as are later ones."""
+    model = build("gemma3")[0].to(device)
+    ids, sizes = prompt(90)[0] % 90 + 5, (66, *[1] * 24)
+    computed = read(model, make(model, cuda_graph=False), ids, *sizes)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("not in a graph")
+
+    monkeypatch.setattr(lasting, "_update", fail)
+    found = read(model, make(model, cuda_graph=True), ids, *sizes)
+    assert torch.equal(computed, found) if device == "cpu" else torch.allclose(computed, found, atol=1e-4)

@@ -117,6 +117,51 @@ def test_training_is_refused(model: PreTrainedModel) -> None:
     assert (got - forced(model, ids, [50], None)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(("rows", "dtype"), [(2, torch.float32), (1, torch.float64)])
+def test_a_refused_first_call_leaves_an_empty_cache(model: PreTrainedModel, rows: int, dtype: torch.dtype) -> None:
+    """Neither its rows nor its dtype bind the next call."""
+    cache, ids = exact(model), prompt(50)[0]
+    model.to(dtype)
+    with pytest.raises(NotImplementedError, match="cannot return attention weights"), torch.no_grad():
+        model(ids.repeat(rows, 1), **pass_cache(cache), output_attentions=True)
+    model.float()
+    got = forced(model, ids, [40, 1], cache)
+    assert (got - forced(model, ids, [50], None)).abs().max() < 1e-4
+
+
+def test_a_refused_call_of_a_cache_that_was_emptied_keeps_its_rows(model: PreTrainedModel) -> None:
+    """As `DynamicCache`: other layers have them, too."""
+    cache, ids = exact(model), prompt(50, 50)[0]
+    forced(model, ids, [50], cache)
+    cache.crop(-50)
+    with pytest.raises(NotImplementedError, match="cannot return attention weights"), torch.no_grad():
+        model(ids, **pass_cache(cache), output_attentions=True)
+    with pytest.raises(RuntimeError, match="holds 2 rows and was given 1"):
+        forced(model, ids[:1], [50], cache)
+    assert (forced(model, ids, [50], cache) - forced(model, ids, [50], None)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 100])
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        ("llama", "layers.1.self_attn.q_proj"),
+        ("gpt_oss", "layers.1.self_attn.sinks"),
+        ("deepseek_v3", "layers.1.self_attn.kv_b_proj"),
+        ("gemma3n", "layers.3.self_attn.q_proj"),
+    ],
+)
+def test_gradients_that_pass_by_the_keys_are_refused(family: str, part: str, tokens: int) -> None:
+    """No key that is stored has any: they are of queries, of learned sinks, and of what expands latents."""
+    model, ids = tiny(family), prompt(900 + tokens)[0]
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(part in name or "lm_head" in name)
+    cache = exact(model)
+    forced(model, ids[:, :900], [898, 1], cache)
+    with pytest.raises(RuntimeError, match=r"inference only: call the model under torch.no_grad\(\)"):
+        model(ids[:, 900:], **pass_cache(cache))
+
+
 def test_a_cache_is_not_a_list(model: PreTrainedModel) -> None:
     with pytest.raises(TypeError, match="cannot be unpacked into keys and values"):
         list(exact(model))

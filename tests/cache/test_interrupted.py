@@ -61,6 +61,48 @@ def test_interrupted_forward(
     assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("held", [0, 150])
+def test_interrupted_in_a_sliding_first_layer(held: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It counts tokens before it stores them, and the last layer was the one that the cache had reached."""
+    model, text = tiny("gemma3"), prompt(180)[0]
+    cache = exact(model)
+    if held:
+        forced(model, text[:, :held], [held], cache)
+
+    def run_out(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", run_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.update(*torch.zeros(2, 1, 2, 20, 8), 0)
+    assert cache.layers[0].get_seq_length() == held + 20
+    unusable = pytest.raises(RuntimeError, match=r"^a forward pass was interrupted, .*call reset\(\)")
+    with unusable:
+        forced(model, text[:, held:], [20], cache)
+    with unusable:
+        cache.save(tmp_path / "half.safetensors")
+    cache.reset()
+    got, wanted = (forced(model, text, [150, 20], used) for used in (cache, DynamicCache(config=model.config)))
+    assert (got - wanted).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_a_pass_that_a_reset_interrupts(family: str) -> None:
+    """Later layers would take in its tokens alone."""
+    model, text = tiny(family), prompt(160)[0]
+    cache = exact(model)
+    forced(model, text[:, :150], [150], cache)
+    for _ in range(2):
+        hook = model.model.layers[0].register_forward_hook(lambda *_: cache.reset())
+        with pytest.raises(RuntimeError, match=r"reset\(\) interrupted a forward pass"):
+            forced(model, text[:, 150:], [10], cache)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        got, wanted = (forced(model, text, [150, 1], used) for used in (cache, DynamicCache(config=model.config)))
+        assert (got - wanted).abs().max() < 1e-3
+
+
 def filled(model: PreTrainedModel, text: Tensor) -> DynamicCache:
     """A `DynamicCache` that has read `text`."""
     cache = DynamicCache(config=model.config)

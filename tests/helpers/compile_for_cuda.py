@@ -50,8 +50,8 @@ def check(recorder: Recorder, capability: int, step: Step) -> None:
 def check_prompts(few: bool) -> None:
     """Compile and check the kernels that read prompts by selection."""
     usual = [(90, 128, 4, 128)]
-    rest = [(80, 128, 4, 64), (89, 128, 8, 128), (80, 80, 1, 128), (90, 64, 3, 128), (90, 80, 1, 128), (80, 128, 4, 128)]
-    rest += [(90, 128, 4, 64), (89, 128, 8, 64), (80, 80, 1, 64), (90, 64, 3, 64)]
+    rest = [(80, 128, 4, 64), (89, 128, 8, 128), (80, 80, 1, 128), (90, 64, 3, 128), (90, 80, 1, 128)]
+    rest += [(80, 128, 4, 128), (90, 128, 4, 64), (89, 128, 8, 64), (80, 80, 1, 64), (90, 64, 3, 64)]
     rest += [(capability, 256, group, 64) for capability, group in ((80, 8), (89, 2), (90, 1))]
     rest += [(capability, 128, 4, block) for capability in BLACKWELL for block in (64, 128)]
     for capability, dim, group, block in usual if few else rest:

@@ -171,6 +171,16 @@ def test_other_calls_are_torch_s(changed: dict[str, Any]) -> None:
     assert not prompt.serves(*call, causal=True)
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_calls_with_gradients_are_torch_s(place: int) -> None:
+    """Keys and values have them where a model expands latents by weights that do."""
+    call = tensors(100, 100, 64, 64)
+    call[place].requires_grad_()
+    assert not prompt.serves(*call, causal=True)
+    with torch.no_grad():
+        assert prompt.serves(*call, causal=True)
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own attention, and torch's, serve."""
 

@@ -93,6 +93,20 @@ def test_a_text_that_the_model_is_called_on_begins_anew(model: PreTrainedModel, 
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0.0)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_crop_goes_back_before_an_image(model: PreTrainedModel, rows: int) -> None:
+    """To the positions of the text before, also in rows that have been reordered since."""
+    inputs, cache = images(rows), QAdACache(model, **EXACT)
+    with torch.no_grad():
+        model(inputs["input_ids"][:, :28], **pass_cache(cache))
+    assert torch.equal(answer(model, cache, **inputs), answer(model, None, **inputs))
+    cache.reorder_cache(torch.arange(rows).flip(0))
+    for length in (28, 12):
+        cache.crop(length - cache.get_seq_length())
+        turn = torch.cat([inputs["input_ids"].flip(0)[:, :length], prompt(*[40] * rows)[0].clamp(max=89)], dim=1)
+        assert torch.equal(answer(model, cache, input_ids=turn), answer(model, None, input_ids=turn))
+
+
 def test_a_stored_prompt_goes_on_after_an_image(model: PreTrainedModel, tmp_path: Path) -> None:
     text, store = prompt(400)[0].clamp(max=89), PrefixStore(tmp_path)
     wanted = answer(model, None, input_ids=text)

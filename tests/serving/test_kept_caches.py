@@ -29,6 +29,19 @@ def test_a_client_that_goes_leaves_the_prompt(model: PreTrainedModel, reads: Rea
     assert reads.first() == (1 if kept else 120)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_a_client_that_goes_at_the_first_token_leaves_a_hybrid_s_prompt(family: str) -> None:
+    """Whose other layers cannot be cropped, and have nothing to be cropped of."""
+    model, ids = tiny(family), said(120)
+    reads = Reads(model)
+    with pytest.raises(Stop):
+        ours(model, ids, streamer=StoppingStreamer(0))
+    reads.clear()
+    turn = said(120, 4)
+    assert torch.equal(ours(model, turn), stock(model, turn, DynamicCache(config=model.config)))
+    assert reads.first() == 4
+
+
 @pytest.mark.parametrize("call", [0, 4], ids=["prefill", "decoding"])
 @pytest.mark.parametrize("place", ["before attention", "after attention"])
 def test_a_forward_pass_that_fails_leaves_nothing(model: PreTrainedModel, reads: Reads, call: int, place: str) -> None:

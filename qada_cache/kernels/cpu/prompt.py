@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..border import OperandError
+from ..reference import has_gradients
 from .addresses import find_address
 from .building import build_library, check_memory, check_size
 from .processor import find_kind, read_instructions
@@ -47,7 +48,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
         and query.shape[1] % key.shape[1] == 0
         and key.shape[:3] == value.shape[:3]
         and all(tensor.stride(3) == 1 for tensor in (query, key, value))
-        and not (torch.is_grad_enabled() and query.requires_grad)  # as keys never do
+        and not has_gradients(query, key, value)
         and build(dim, value_dim, query.dtype) is not None
     )
 
