@@ -5,7 +5,9 @@ import gc
 import threading
 from collections.abc import Iterator
 
-_counting = threading.Lock()
+from .forked import renew
+
+_counting = renew(threading.Lock())
 _inside, _collected = 0, False  # how many are inside, and whether garbage was collected before the first of them
 
 

@@ -40,6 +40,7 @@ PRIVATE = {
     "all modules": ("_global_forward_hooks", "_global_forward_pre_hooks"),
     "compiled model": ("_orig_mod",),
     "compiled function": ("_torchdynamo_orig_callable",),
+    "lock": ("_at_fork_reinit",),  # makes it free
     "tensor": ("_version",),  # how often it was written to
     "torch": ("_C", "_dynamo", "_foreach_add_", "_foreach_copy_"),
     "memory of CUDA": ("_cuda_endAllocateToPool", "_cuda_releasePool"),

@@ -16,6 +16,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 from torch import Tensor
 
 from ..files import tensor_file
+from ..forked import renew
 from ..models.sharding import UNSHARDED, HeadShard
 from . import collecting
 from .rotation import CPU, ROPE_SETTINGS, Rotation, find_rotation_at
@@ -30,7 +31,7 @@ _KINDS = dict(zip(_HEADER, (list, str, str, int, int, dict, dict), strict=True))
     "rotations": list,
 }
 # Caches in several threads may share moments. One lock for all, as locks cannot be copied.
-_placing = threading.Lock()
+_placing = renew(threading.Lock())
 
 
 def _check_header(header: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from .. import files
 from ..files import find_home, tensor_file
+from ..forked import renew
 from ..models import identity
 from ..models.asking import UntoldWeightsError
 from ..models.identity import find_tokenizer
@@ -40,7 +41,7 @@ _remembered: dict[Path, KeyMoments] = {}
 # Moments by prompt, of models whose moments other models must not get: no file name identifies their weights, or
 # functions other than the weights took part.
 _by_model: "weakref.WeakKeyDictionary[PreTrainedModel, dict[str, KeyMoments]]" = weakref.WeakKeyDictionary()
-_remembering = threading.RLock()  # one thread collects, others that ask for the same moments wait
+_remembering = renew(threading.RLock())  # one thread collects, others that ask for the same moments wait
 
 MomentsSource = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMoments]
 

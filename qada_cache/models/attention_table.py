@@ -18,11 +18,13 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from ..forked import renew
+
 Function = Callable[..., Any]
 
 _placed: list[Function] = []  # before attention; the last one is called first
 _mask_placed: list[Function] = []
-_changing = threading.Lock()
+_changing = renew(threading.Lock())
 
 
 def _put_before(functions: list[Function], entry: Function) -> Function:

@@ -243,13 +243,15 @@ class PrefixStore:
 
     def drop(self, ids: Iterable[str] | None = None) -> int:
         """Remove the prompts with these `StoredPrompts.id`, None: all; returns the number of files. Caches that hold
-        them do not change. An OSError if the folder cannot be read."""
+        them do not change. An OSError if the folder cannot be read, or files are left."""
         wanted = None if ids is None else set(ids)
         with self._open() as folder:
             listing = folder.list()
             removed = [name for name in listing.files if wanted is None or name.root in wanted]
             for name in sorted(removed, key=lambda name: -name.number):  # no chain is broken meanwhile
                 folder.remove(listing, name)
+            if left := folder.list().files.keys() & {*removed}:
+                raise OSError(f"{len(left)} of {len(removed)} files of {folder.path} could not be removed")
         return len(removed)
 
     def verify(self) -> tuple[int, list[str]]:

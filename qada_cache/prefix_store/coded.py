@@ -74,7 +74,8 @@ def store_row(
             start, stop = find_edge(sinks, number), find_edge(sinks, number + 1) if whole else len(tokens)
             part = list(tokens[start:stop])
             name = Name(root[:16], number, parent, name_segment(parent, part, reading))
-            if part and name not in listing.files:
+            # Tokens of a whole segment may have been stored before it was closed, in a file of the same name.
+            if part and (name not in listing.files or (whole and not _is_coded(folder, name))):
                 copied = [_copy_part(layer, row, start, stop, number if whole else None) for layer in layers]
                 header = Header(part, reading, 0, CODED if whole else "", about)
                 before = start, len(tokens)
@@ -91,6 +92,14 @@ def store_row(
     arguments |= {"chain": [root, *(name.own for name in chain[:closed])]}
     arguments["starts"] = [find_edge(sinks, number) for number in range(closed + 1)]
     return len(tokens), written + store_states(folder, listing, tokens=tokens, snapshots=snapshots, **arguments)
+
+
+def _is_coded(folder: Folder, name: Name) -> bool:
+    """Whether a file holds a segment in few bits. One that cannot be read is written anew."""
+    try:
+        return folder.read_header(name).sketch == CODED
+    except (OSError, ValueError):
+        return False
 
 
 def _count_whole(stores: Sequence[TokenStore], row: int, tokens: int) -> int:

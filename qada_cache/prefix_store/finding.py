@@ -203,7 +203,10 @@ class Finder:
     def _load(self, name: Name) -> tuple[Header, Layers] | Exception:
         """A segment, or why it cannot be read."""
         try:
+            known = self.folder.read_header(name)
             header, layers = self.folder.read(name)
+            if (header.exact, header.sketch) != (known.exact, known.sketch):
+                raise FileNotFoundError(f"{name} was replaced by a file that was read otherwise")
             if header.sketch not in (self._sketch, CODED):
                 layers = [{part: tensor for part, tensor in layer.items() if part not in CODES} for layer in layers]
             if not self._fits(layers):

@@ -103,7 +103,7 @@ class Folder:
     """An open folder that only its user can write to; for one thread. Every method may raise an OSError."""
 
     def __init__(self, descriptor: int, path: Path, headers: dict[Name, Header]) -> None:
-        """`headers`: those that were read before, by name. A file's header never changes."""
+        """`headers`: those that were read before, by name. Another process may replace a file, `exact` included."""
         self._descriptor, self.path, self._headers = descriptor, path, headers
 
     def list(self, max_age: float | None = None) -> Listing:
@@ -174,7 +174,8 @@ class Folder:
             if file.readinto(content) != len(content):  # type: ignore[attr-defined]
                 raise ValueError(f"{path} was truncated while it was read")
         tensors, state = tensor_file.view(content, KIND, path)
-        return _read_header(name, state), tensors, state
+        header = self._headers[name] = _read_header(name, state)
+        return header, tensors, state
 
     def read(self, name: Name) -> tuple[Header, Layers]:
         """A segment's header and layers; a ValueError as by `read_whole`."""

@@ -17,13 +17,14 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from ..cache import QAdACache
 from ..models import forgets_states
 from ..prefix_store.filling import keep_as_made
 from ..said_once import warn_once
 from ..versions import CACHE_NAMES, pass_cache
-from .conversations import CONVERSATIONS, MEMORY, SECONDS, Limits, counters, find_conversations
+from .conversations import CONVERSATIONS, MEMORY, SECONDS, AllConversations, Limits, counters, find_conversations
 from .memory import estimate_bytes, reserve_memory
 from .storing import Store, Stored, find_store
 
@@ -103,6 +104,7 @@ def generate(
     if given_arguments.keys() & set(CACHE_NAMES) or not settings.use_cache:
         return stock(**arguments)
     pool = find_conversations(model)
+    kept = AllConversations(pool)
     key = getattr(settings, "conversation_key", None) if conversation_key is None else conversation_key
     if key is not None and not isinstance(key, str):
         raise ValueError(f"conversation_key must be a str, got {type(key).__name__}")
@@ -129,15 +131,17 @@ def generate(
         stored = Stored(store, model, prompt, **terms)
         conversation = pool.take(model, prompt, limits=limits, stored=stored.tokens, **terms)
         if stored.tokens > conversation.cache.get_seq_length():
-            conversation.cache = stored.restore(forget=pool.forget_one)
+            conversation.cache = stored.restore(kept)
             pool.count_restored(conversation.cache.get_seq_length())
         cache, rows, tokens = conversation.cache, 1, len(prompt) - conversation.cache.get_seq_length()
         logger.info("%d of %d prompt tokens were kept from an earlier call", len(prompt) - tokens, len(prompt))
     chunk_tokens = min(tokens, settings.prefill_chunk_size or tokens)
-    all_tokens = rows * (tokens + (settings.max_new_tokens or 0))
+    given_tokens = ids.shape[-1] if isinstance(ids, Tensor) else 0
+    new_tokens = settings.max_new_tokens or max(0, (settings.max_length or 0) - given_tokens)
+    all_tokens = rows * (tokens + new_tokens)
     needed = estimate_bytes(model, all_tokens, rows * chunk_tokens, cache.options.bulk_bits)
     try:
-        with reserve_memory(tokens, needed, forget=pool.forget_one):
+        with reserve_memory(tokens, needed, kept):
             output = stock(**arguments | pass_cache(cache))
     except BaseException:
         # The generated tokens are unknown here, so the cache is cropped to the prompt, or the part of it that was read.
@@ -170,6 +174,7 @@ def _find_row(model: PreTrainedModel, ids: Any, settings: GenerationConfig, othe
         and settings.num_return_sequences in (None, 1)
         and not settings.return_dict_in_generate  # its result would hold the cache
         and settings.cache_implementation is None  # refused by `model.generate` beside a cache
+        and not settings.token_healing  # it changes the prompt that a conversation would be found and kept by
         and others.keys() <= _HARMLESS | text_only
     )
     masked = plain and isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape
@@ -211,6 +216,9 @@ def _fill_folder(source: Path, target: Path) -> None:
             (target / file.name).write_text(json.dumps(without_code, indent=2), encoding="utf-8")
         elif file.is_file() and not file.name.startswith(".") and file.suffix not in (".py", ".pyc", ".so"):
             (target / file.name).symlink_to(file)
+    for file in sorted((source / CHAT_TEMPLATE_DIR).glob("*.jinja")):  # those for tools, and others by name
+        (target / CHAT_TEMPLATE_DIR).mkdir(exist_ok=True)
+        (target / CHAT_TEMPLATE_DIR / file.name).symlink_to(file)
 
 
 def _drop_code(file: Path) -> Any:

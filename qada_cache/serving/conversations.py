@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention import forward as attention
 from ..cache import QAdACache
+from ..forked import renew
 from ..models import identity
 from ..models.asking import UntoldWeightsError
 from ..said_once import warn_once
@@ -57,7 +59,8 @@ class Conversation:
     """A cache and its tokens: kept for the next call, or taken by one call, which alone uses it then."""
 
     cache: QAdACache
-    terms: tuple  # options of the cache, a sample of the weights, the owner's key: only a call with equal ones takes it
+    # Options of the cache, a sample of the weights, the owner's key, autocast's dtype. Calls with equal ones take it.
+    terms: tuple
     tokens: Tensor  # token ids [tokens] of the cache, on the host
     continued: bool = False  # whether a second call has taken it; a prompt that is asked once never is
     bytes: int = 0  # of the cache, on host and devices
@@ -113,7 +116,9 @@ class Conversations:
         Others are dropped to make room for this one. If a store has more of the prompt, `stored` tokens, it is a new
         one.
         """
-        terms = dict(options), _sample_weights(model), key
+        kind = model.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # of keys and values
+        terms = dict(options), _sample_weights(model), key, autocast
         switched_on = attention.is_switched_on(model.config.get_text_config(decoder=True))
         with self._lock:
             usable = [each for each in self._kept if switched_on and each.terms == terms]
@@ -182,13 +187,32 @@ class Conversations:
 
 
 _of: "weakref.WeakKeyDictionary[PreTrainedModel, Conversations]" = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = renew(threading.Lock())
 
 
 def find_conversations(model: PreTrainedModel) -> Conversations:
     """This model's conversations; they are dropped with the model."""
     with _lock:
         return _of.setdefault(model, Conversations())
+
+
+@dataclass(frozen=True)
+class AllConversations:
+    """Kept conversations of all models, those of `first` being the first to be dropped."""
+
+    first: Conversations
+
+    def _list(self) -> list[Conversations]:
+        with _lock:
+            return [self.first, *(each for each in _of.values() if each is not self.first)]
+
+    def forget_one(self) -> bool:
+        """Drop one; returns whether there was one."""
+        return any(each.forget_one() for each in self._list())
+
+    def count_bytes(self) -> int:
+        """Bytes of their caches, on host and devices."""
+        return sum(each.counters()["bytes"] for each in self._list())
 
 
 def counters(model: PreTrainedModel) -> dict[str, int]:

@@ -7,12 +7,14 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import psutil  # which accelerate requires
 from transformers import PreTrainedModel
 
+from ..forked import renew
 from ..models import list_token_sizes, read_sizes
 from ..sketch import MIN_TOKENS
 from ..sketch.coded import RecordLayout
@@ -26,7 +28,7 @@ _FILES = {
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 _reserved: list[int] = []  # bytes of each call under way
-_lock = threading.Lock()
+_lock = renew(threading.Lock())
 
 
 def find_host_memory() -> int:
@@ -93,23 +95,33 @@ def estimate_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits:
     return int(cache_bytes + (at_once * activation_bytes if model.device.type == "cpu" else 0))
 
 
+class Kept(Protocol):
+    """Kept conversations, as `conversations.AllConversations`."""
+
+    def forget_one(self) -> bool:
+        """Drop one; returns whether there was one."""
+
+    def count_bytes(self) -> int:
+        """Bytes of their caches, on host and devices."""
+
+
 @contextlib.contextmanager
-def reserve_memory(tokens: int, needed: int, *, forget: Callable[[], int]) -> Iterator[None]:
+def reserve_memory(tokens: int, needed: int, kept: Kept) -> Iterator[None]:
     """Set `needed` bytes aside while a call that reads `tokens` tokens is under way.
 
     Memory that calls under way have taken is counted, and so is all that they reserved. So calls together take less
-    than there is. `forget` drops one kept conversation, and returns whether there was one. MemoryError, if less is
-    left.
+    than there is. Conversations of `kept` are dropped, one after the other, unless all together would be too few.
+    MemoryError, if less is left.
     """
     with _lock:
         # Measured anew after each: the memory of a dropped cache need not go back to the system.
-        while (left := find_memory_left() - sum(_reserved)) < needed and forget():
+        while (left := find_memory_left() - sum(_reserved)) < needed <= left + kept.count_bytes() and kept.forget_one():
             pass
         if left < needed:
             raise MemoryError(
                 f"to read {tokens} tokens takes about {needed / 2**20:,.0f} MiB of host memory and "
-                f"{max(left, 0) / 2**20:,.0f} MiB are left for it: shorten the prompt, set prefill_chunk_size, or ask "
-                "again when other calls are done"
+                f"{max(left, 0) / 2**20:,.0f} MiB are left for it: shorten the prompt, lower max_new_tokens, set "
+                "prefill_chunk_size, or ask again when other calls are done"
             )
         _reserved.append(needed)
     try:

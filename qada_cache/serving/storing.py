@@ -6,7 +6,7 @@ So none is lost when the server ends, in whatever way, or drops a conversation f
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..cache import QAdACache
 from ..prefix_store import PrefixStore
 from ..said_once import warn_once
-from .memory import estimate_bytes, reserve_memory
+from .memory import Kept, estimate_bytes, reserve_memory
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,10 @@ class Stored:
                 _warn_not_stored(error)
                 self._store = None
 
-    def restore(self, *, forget: Callable[[], int]) -> QAdACache:
-        """A cache with the stored tokens; `forget` is as for `reserve_memory`."""
+    def restore(self, kept: Kept) -> QAdACache:
+        """A cache with the stored tokens; `kept` is as for `reserve_memory`."""
         assert self._store is not None
-        with reserve_memory(self.tokens, estimate_bytes(self._model, 2 * self.tokens, 0), forget=forget):
+        with reserve_memory(self.tokens, estimate_bytes(self._model, 2 * self.tokens, 0), kept):
             return self._store.cache(self._model, self._prompt, key=self._key, **self._options)
 
     def keep(self, cache: QAdACache, tokens: Tensor) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 from ..files import private_map
 from ..files.private_map import PrivateMap
+from ..forked import renew
 from ..said_once import warn_once
 from .bulk import Bulk
 
 logger = logging.getLogger(__name__)
 
-_moving = threading.Lock()  # of one cache, several threads may make copies at once
+_moving = renew(threading.Lock())  # of one cache, several threads may make copies at once
 
 
 def move_to_shared_memory(bulks: Sequence[Bulk]) -> None:

@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from ..forked import renew
 from ..kernels.copying import Copier
 
 # The most bytes of copies to the host that are under way, unless a single copy has more: the host waits for older ones.
@@ -59,7 +60,7 @@ def map_memory(size: int) -> mmap.mmap | None:
 
 # Held while a graph is captured, and by those who wait for a whole device: CUDA refuses that while any of its streams
 # captures, and ends the capture.
-WAITING = threading.RLock()
+WAITING = renew(threading.RLock())
 
 
 def wait_for(device: torch.device) -> None:
@@ -162,7 +163,7 @@ def double_buffer(async_copies: Iterator[tuple[Name, AsyncCopy]]) -> Iterator[tu
 
 _incoming: dict[torch.device, deque[tuple[Any, int]]] = {}
 _outgoing: dict[torch.device, deque[tuple[Any, int]]] = {}
-_booking = threading.Lock()  # caches in several threads send to the host
+_booking = renew(threading.Lock())  # caches in several threads send to the host
 
 
 def send(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, copier: Copier | None = None) -> Any:

@@ -145,3 +145,20 @@ def test_wrong_commands(
     assert main(["store", *arguments, "--folder", str(store.folder)]) == 1
     assert message in capsys.readouterr().err
     assert store.stats().segments == 2
+
+
+def test_files_that_cannot_be_removed_are_no_success(
+    store: PrefixStore, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody may want private text to be gone."""
+    keep(store, model, 1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        with pytest.raises(OSError, match=r"2 of 2 files of .* could not be removed"):
+            store.drop()
+    assert len(store.prompts()) == 1
+    assert store.drop() == 2

@@ -208,6 +208,28 @@ def test_decoded_tokens_are_for_caches_that_decide_alike(store: PrefixStore, mod
     assert found(threshold=0.13) == found() == out.shape[1]
 
 
+def test_a_file_that_another_process_replaced_is_looked_at_again(store: PrefixStore, model: PreTrainedModel) -> None:
+    """It has the same name, and fewer of its tokens were read exactly."""
+    text, other = prompt(120)[0], another(store)
+
+    def keep(where: PrefixStore, exact: int) -> None:
+        cache = QAdACache(model, **DECIDING)
+        read(model, text[:, :exact], cache)
+        for at in range(exact, 120):
+            read(model, text[:, at : at + 1], cache)
+        where.keep(cache, text)
+
+    def found(where: PrefixStore) -> int:
+        return where.cache(model, asked(text, 9, seed=5), **EXACT).get_seq_length()
+
+    keep(store, 100)
+    assert found(store) == found(other) == 100
+    other.drop()
+    keep(other, 40)
+    assert found(store) <= 40
+    assert found(store) == 40
+
+
 def test_a_fork_keeps_no_tokens_that_were_decided_otherwise(store: PrefixStore, model: PreTrainedModel) -> None:
     text, _ = prompt(300)
     cache = QAdACache(model, **DECIDING)

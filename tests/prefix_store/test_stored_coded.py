@@ -40,6 +40,17 @@ def bulks(cache: QAdACache) -> list[CodedBulk]:
     return [layer.store.bulk for layer in cache.layers]
 
 
+@pytest.mark.parametrize("first", [516, 1028])
+def test_an_open_end_of_one_segment_hides_no_later_ones(store: PrefixStore, model: PreTrainedModel, first: int) -> None:
+    """Its tokens are a closed segment's by then, in a file of the same name."""
+    cache = store.cache(model, TEXT, **OPTIONS)
+    read(model, TEXT[:, :first], cache)
+    assert store.keep(cache, TEXT[:, :first]) == first
+    read(model, TEXT[:, first:], cache)
+    assert store.keep(cache, TEXT) == 2100
+    assert another(store).cache(model, TEXT, **OPTIONS).get_seq_length() == 2099
+
+
 def check_same_tokens(one: QAdACache, other: QAdACache) -> None:
     """Bit for bit, as they are read."""
     for mine, yours in zip(one.layers, other.layers, strict=True):

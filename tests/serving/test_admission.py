@@ -14,6 +14,7 @@ from models import prompt, tiny
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from qada_cache.serving import counters, memory
+from qada_cache.serving.conversations import AllConversations, Conversations
 
 MIB = 2**20
 BURST = """
@@ -110,7 +111,7 @@ def test_conversations_make_room_and_a_call_too_long_is_refused(monkeypatch: pyt
     with pytest.raises(MemoryError, match=r"to read 801 tokens takes about \d MiB of host memory and \d MiB are left"):
         ours(model, said(answered, 800))
     assert not reads
-    assert counters(model)["conversations"] == 1  # its own
+    assert counters(model)["conversations"] == 3  # its own, and others', which would not have been enough
     leave(monkeypatch, 100)
     ours(model, said(answered, 7))
     assert reads.first() == 8
@@ -126,13 +127,27 @@ def test_calls_that_are_not_kept_are_refused_too(how: dict, monkeypatch: pytest.
     assert not reads
 
 
+def test_who_can_never_fit_drops_nobodys_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens to be generated count, however many they are said to be."""
+    model = tiny()
+    ours(model, said(120))
+    for more in ({"max_new_tokens": 10**12}, {"max_new_tokens": None, "max_length": 10**12}):
+        with pytest.raises(MemoryError, match="lower max_new_tokens"):
+            ours(model, prompt(90, seed=5)[0], **more)
+        assert counters(model)["conversations"] == 1
+
+
 def test_calls_under_way_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     leave(monkeypatch, 10)
-    second = memory.reserve_memory(1, 6 * MIB, forget=lambda: False)
+    none = AllConversations(Conversations())
+    second = memory.reserve_memory(1, 6 * MIB, none)
     message = "about 6 MiB of host memory and 4 MiB are left"
-    with memory.reserve_memory(1, 6 * MIB, forget=lambda: False), pytest.raises(MemoryError, match=message):
+    with (
+        memory.reserve_memory(1, 6 * MIB, AllConversations(Conversations())),
+        pytest.raises(MemoryError, match=message),
+    ):
         second.__enter__()
-    with memory.reserve_memory(1, 10 * MIB, forget=lambda: False):
+    with memory.reserve_memory(1, 10 * MIB, none):
         pass
 
 

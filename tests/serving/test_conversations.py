@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from qada_cache import QAdACache
 from qada_cache.serving import conversations as module
 from qada_cache.serving import memory
-from qada_cache.serving.conversations import Conversation, Conversations, Limits, find_conversations
+from qada_cache.serving.conversations import (
+    AllConversations,
+    Conversation,
+    Conversations,
+    Limits,
+    find_conversations,
+)
 from qada_cache.versions import pass_cache
 
 OPTIONS = {"threshold": 1.0, "moments": "current", **SMALL}
@@ -103,6 +109,33 @@ def test_conversations_are_found_by_their_key(model: PreTrainedModel) -> None:
     kept, text = Kept(model), tokens(90, seed=1)
     assert [kept.ask(text, key) for key in (None, "mine", "yours")] == [0, 0, 0]
     assert [kept.ask(text, key) for key in (None, "mine", "yours", "another's")] == [89, 89, 89, 0]
+
+
+def test_conversations_under_autocast_are_of_another_dtype(model: PreTrainedModel) -> None:
+    """Their keys and values are, and a cache takes no others."""
+    kept, text = Kept(model), tokens(90, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [kept.ask(text), kept.ask(text)] == [0, 89]
+    assert [kept.ask(text), kept.ask(text)] == [0, 89]
+
+
+def test_memory_is_freed_of_another_models_conversations_too(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own go first."""
+    monkeypatch.setattr(module, "_of", weakref.WeakKeyDictionary())
+    own, other = Kept(model), Kept(tiny(seed=1))
+    for each in (other, own):
+        each.conversations = find_conversations(each.model)
+    own.ask(tokens(90, seed=1))
+    other.ask(tokens(90, seed=2))
+    every = AllConversations(find_conversations(model))
+    both = every.count_bytes()
+    assert both >= own.counters()["bytes"] + other.counters()["bytes"]
+    assert every.forget_one()
+    assert [kept.counters()["conversations"] for kept in (own, other)] == [0, 1]
+    assert every.forget_one()
+    assert other.counters()["conversations"] == 0
 
 
 def test_prompts_that_are_asked_once_flush_no_conversation(model: PreTrainedModel) -> None:

@@ -32,6 +32,9 @@ def model(tmp_path: Path) -> Path:
     (folder / "generation_config.json").write_text(spelt)
     (folder / "lines.json").write_text('{"word": "\\u00e9"}\n{}\n')  # no config
     (folder / "evil.py").write_text(EVIL, encoding="utf-8")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("TOOLS", encoding="utf-8")
+    (folder / "additional_chat_templates/evil.py").write_text(EVIL, encoding="utf-8")
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate/generate.py").write_text(EVIL, encoding="utf-8")
     return folder
@@ -43,7 +46,7 @@ def test_none_of_the_models_code_is_there(model: Path, tmp_path: Path) -> None:
     assert [str(path.relative_to(out)) for path in out.rglob("*.py")] == ["custom_generate/generate.py"]
     assert "auto_map" not in (out / "config.json").read_text(encoding="utf-8")
     assert json.loads((out / "generation_config.json").read_text(encoding="utf-8")) == {"eos_token_id": 2}
-    for name in ("model.safetensors", "lines.json"):
+    for name in ("model.safetensors", "lines.json", "additional_chat_templates/tool_use.jinja"):
         assert (out / name).resolve() == model / name
     served, ids = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True), prompt(60)[0]
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4}

@@ -13,10 +13,16 @@ import pytest
 import torch
 from calling import DECIDING, EXACT, NEW, Reads, ours, said, stock
 from models import VOCABULARY, prompt, tiny
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from eval import families
-from qada_cache import QAdACache
+from qada_cache import QAdACache, serving
 from qada_cache.serving import CONVERSATIONS, FOLDER, counters, generate
 from qada_cache.versions import CACHE, CACHE_NAMES, pass_cache
 
@@ -168,6 +174,14 @@ def test_padded_rows_have_a_cache_of_their_own(model: PreTrainedModel, reads: Re
             reads.clear()
             assert torch.equal(ours(model, ids, DECIDING, attention_mask=mask), wanted)
             assert reads.first() == 60
+
+
+def test_a_prompt_that_is_healed_has_a_cache_of_its_own(model: PreTrainedModel) -> None:
+    """transformers changes it, behind our look at it."""
+    ids = said(60)
+    others: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+    assert serving._find_row(model, ids, GenerationConfig(), others) is not None
+    assert serving._find_row(model, ids, GenerationConfig(token_healing=True), others) is None
 
 
 def test_embeddings_have_a_cache_of_their_own(model: PreTrainedModel) -> None:
