@@ -177,7 +177,9 @@ class WatchedCache(NoTensors, DynamicCache):
             self._check_handed_back()
         elif progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
             self._begin_pass()
-            progress.begin(layer_idx)
+            if progress.reached < 0 <= progress.first < layer_idx:
+                raise RuntimeError("reset() interrupted a forward pass, which cannot go on: read the prompt again")
+            progress.first = layer_idx
 
     def _begin_pass(self) -> None:
         """Raise if the last pass was interrupted; keep a snapshot, if one is due."""
