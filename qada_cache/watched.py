@@ -153,7 +153,10 @@ class WatchedCache(NoTensors, DynamicCache):
         due: few new tokens, or a `prefill_threshold`, by which a later pass would read other tokens. In few bits there
         are at most two passes: the second reads what the first has coded, as a later turn does."""
         snapshots, options = self._shared.snapshots, self._shared.options
-        if snapshots is None or options.prefill_threshold or (new := count_new(kwargs)) <= snapshots.every:
+        if snapshots is None:
+            return None
+        self._begin_pass()  # in older transformers linear layers may write before they first call, and spoil a snapshot
+        if options.prefill_threshold or (new := count_new(kwargs)) <= snapshots.every:
             return None
         sizes = snapshots.plan(new, options.window + 1)
         if options.codes_tokens:
@@ -177,7 +180,9 @@ class WatchedCache(NoTensors, DynamicCache):
             self._check_handed_back()
         elif progress.changing or progress.reached < 0 or progress.is_repeated(layer_idx, call):
             self._begin_pass()
-            progress.begin(layer_idx)
+            if progress.reached < 0 <= progress.first < layer_idx:
+                raise RuntimeError("reset() interrupted a forward pass, which cannot go on: read the prompt again")
+            progress.first = layer_idx
 
     def _begin_pass(self) -> None:
         """Raise if the last pass was interrupted; keep a snapshot, if one is due."""

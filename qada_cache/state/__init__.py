@@ -178,12 +178,6 @@ class Progress:
     changing: str = ""
     visits: dict[int, Visit] = field(default_factory=dict)  # in this pass, by layer
 
-    def begin(self, layer: int) -> None:
-        """Note that a layer begins a pass; RuntimeError, if this is the rest of a pass that a reset interrupted."""
-        if self.reached < 0 <= self.first < layer:
-            raise RuntimeError("reset() interrupted a forward pass, which cannot go on: read the prompt again")
-        self.first = layer
-
     def is_repeated(self, layer: int, call: Hashable) -> bool:
         """Whether this pass has made this call of a layer already, or gone past it: the call begins another pass."""
         if layer != self.reached:

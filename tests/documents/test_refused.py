@@ -14,6 +14,7 @@ PACKAGE = Path(qada_cache.__file__).parent
 TEXT = (PACKAGE.parent / "docs/refused.md").read_text(encoding="utf-8")
 # They meet a model and its calls: all that they raise is a refusal. The others raise that for arguments and files.
 REFUSING = (
+    "asker",
     "block_mask",
     "call",
     "checking",
