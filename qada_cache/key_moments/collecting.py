@@ -140,7 +140,7 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
-    managed = find_full_attention_layers(DynamicCache(config=config))
+    managed = find_full_attention_layers(DynamicCache(config=config), config)
     if not managed:
         raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
     shard = find_shard(model, config, managed)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..models import attention_table, find_full_attention_layers, find_inputs_device
 from ..models.latent import absorb, ask_projections, find_latent_sizes, has_latents
@@ -24,6 +25,9 @@ def read_keys(
     model reads no text by itself."""
     config = model.config.get_text_config(decoder=True)
     cache, device = DynamicCache(config=config), find_inputs_device(model)
+    for index in (layers := find_full_attention_layers(cache, config)):
+        if type(cache.layers[index]) is DynamicSlidingWindowLayer:  # one that hides nothing, and still drops keys
+            cache.layers[index] = DynamicLayer()
     # With hidden states wanted, layers that read other layers' keys get all queries, and not the last one alone.
     asked: dict[str, Any] = {"output_hidden_states": True} if find_readers(config) else {}
     asked |= {"use_cache": True, "logits_to_keep": 1}
@@ -39,7 +43,7 @@ def read_keys(
             ) from error
         done(len(ids[0, part]))
     found, sizes = {}, find_latent_sizes(config)
-    for index in find_full_attention_layers(cache):
+    for index in layers:
         keys = getattr(cache.layers[index], "keys", None)
         rotary = getattr(cache.layers[index], "values", None)  # beside latents
         if sizes is not None and keys is not None and rotary is not None:

@@ -176,3 +176,17 @@ def test_layers_that_record_the_past_have_no_graph(device: str) -> None:
         if family == "qwen3_next":  # older transformers' sliding layers do not get their masks right then
             read(model, cache, prompt(70)[0][:, 60:], *[1] * 10)
     assert not RecordedGraph.replays
+
+
+@torch.no_grad()
+def test_replays_end_where_a_long_window_does(device: str) -> None:
+    """Layers with a window as long as the model's positions are ours, and refuse a longer text, as a computed step."""
+    model, outputs = tiny("phi3", sliding_window=80, max_position_embeddings=80).to(device), []
+    for on in (False, True):
+        cache = make(model, cuda_graph=on)
+        outputs.append(graphed.decode(model, cache, 20))
+        with pytest.raises(NotImplementedError, match="this text has 81 tokens"):
+            graphed.decode(model, cache, 1, start=20)
+        assert cache.get_seq_length() == 80
+    assert RecordedGraph.replays > 10
+    assert torch.allclose(*outputs, atol=1e-5)
