@@ -16,6 +16,15 @@ from ..models.shared_keys import find_readers
 from ..versions import pass_cache
 
 
+class _Tagging(DynamicCache):
+    """Tags the keys that it hands out with their layer. HRM calls one module for several layers of a cache."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple:
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys._read_layer = layer_idx  # type: ignore[attr-defined]  # the tag that `observe_queries` looks for
+        return keys, values
+
+
 def read_keys(
     model: PreTrainedModel, ids: Tensor, positions: Tensor | None, *, chunk: int, done: Callable[[int], object]
 ) -> dict[int, Tensor]:
@@ -24,7 +33,7 @@ def read_keys(
     After each chunk `done` is called with its number of tokens. A ValueError if a layer keeps other keys, or if the
     model reads no text by itself."""
     config = model.config.get_text_config(decoder=True)
-    cache, device = DynamicCache(config=config), find_inputs_device(model)
+    cache, device = _Tagging(config=config), find_inputs_device(model)
     for index in (layers := find_full_attention_layers(cache, config)):
         if type(cache.layers[index]) is DynamicSlidingWindowLayer:  # one that hides nothing, and still drops keys
             cache.layers[index] = DynamicLayer()
@@ -70,7 +79,8 @@ def observe_queries(
     ours, sizes = set(model.modules()), find_latent_sizes(model.config.get_text_config(decoder=True))
 
     def attention(base: Callable[..., Any], module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> Any:
-        if module in ours and isinstance(index := getattr(module, "layer_idx", None), int):
+        index = getattr(args[0] if args else None, "_read_layer", getattr(module, "layer_idx", None))
+        if module in ours and isinstance(index, int):
             observed = query
             if sizes is not None and has_latents(module):
                 projections = ask_projections(module, sizes, query.shape[3] - sizes.rope, query)
