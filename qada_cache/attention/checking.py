@@ -42,7 +42,7 @@ def check_supported(
     name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
     for argument, meaning in () if kwargs.keys().isdisjoint(_UNSUPPORTED) else _UNSUPPORTED.items():
-        known = argument == "sliding_window" and kwargs[argument] == managed.window
+        known = argument == "sliding_window" and kwargs.get(argument) == managed.window
         if kwargs.get(argument) is not None and not known:
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
     if asker.options.kernels == "triton" and kwargs.get("softcap") is not None:
