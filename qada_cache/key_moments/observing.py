@@ -21,7 +21,7 @@ class _Tagging(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple:
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        keys._read_layer = layer_idx  # type: ignore[attr-defined]  # the tag that `observe_queries` looks for
+        keys._qada_read = layer_idx  # type: ignore[attr-defined]  # the tag that `observe_queries` looks for
         return keys, values
 
 
@@ -79,7 +79,7 @@ def observe_queries(
     ours, sizes = set(model.modules()), find_latent_sizes(model.config.get_text_config(decoder=True))
 
     def attention(base: Callable[..., Any], module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> Any:
-        index = getattr(args[0] if args else None, "_read_layer", getattr(module, "layer_idx", None))
+        index = getattr(args[0] if args else None, "_qada_read", getattr(module, "layer_idx", None))
         if module in ours and isinstance(index, int):
             observed = query
             if sizes is not None and has_latents(module):
