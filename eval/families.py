@@ -105,9 +105,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 2 * DIM},  # of which half the channels turn
     "mistral_large4": {"image_token_index": 2},  # which no text here has
-    "phi3": {"rope_parameters": _LONG_ROPE},
-    "phi4_multimodal": {"rope_parameters": _LONG_ROPE},
-    "phimoe": {"rope_parameters": {**_LONG_ROPE, "short_mscale": 1.1, "long_mscale": 1.3}},
+    # A window longer than their positions, as in the models that there are.
+    "phi3": {"rope_parameters": _LONG_ROPE, "sliding_window": 2048},
+    "phi4_multimodal": {"rope_parameters": _LONG_ROPE, "sliding_window": 2048},
+    "phimoe": {"rope_parameters": {**_LONG_ROPE, "short_mscale": 1.1, "long_mscale": 1.3}, "sliding_window": 2048},
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {

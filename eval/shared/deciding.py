@@ -98,7 +98,8 @@ def has_own_reading(way: Way) -> bool:
 def limit_reading(model: PreTrainedModel, tokens: str, *, sinks: int, window: int) -> Iterator[None]:
     """Full attention of a text's next tokens reads so much of the text in every head: see `split`. One row; `sinks`
     tokens and the last `window` of the text are read anyway. Other layers than full-attention ones are as ever."""
-    (kind, share), full_layers = split(tokens), find_full_attention_layers(DynamicCache(config=model.config))
+    (kind, share), config = split(tokens), model.config.get_text_config(decoder=True)
+    full_layers = find_full_attention_layers(DynamicCache(config=config), config)
     ours = {module for module in model.modules() if getattr(module, "layer_idx", None) in full_layers}
 
     def read_some(

@@ -28,7 +28,8 @@ _WATCHED = {*_UNSUPPORTED, "softcap", "is_causal", "output_attentions"}
 def list_watched(kwargs: dict[str, Any]) -> tuple[str, ...] | None:
     """The names in `kwargs` of arguments that `check_supported` looks at; None, if one of them has a value. A later
     call with None for all of them needs no new look."""
-    found = tuple(name for name in kwargs if name in _WATCHED)
+    # A window that was accepted is the config's, and the pass's first layer compares the text with that.
+    found = tuple(name for name in kwargs if name in _WATCHED and (name != "sliding_window" or kwargs[name] is None))
     return None if any(kwargs[name] is not None for name in found) else found
 
 
@@ -41,7 +42,8 @@ def check_supported(
     name = managed.model_type
     way_out = "use transformers.DynamicCache for this model"
     for argument, meaning in () if kwargs.keys().isdisjoint(_UNSUPPORTED) else _UNSUPPORTED.items():
-        if kwargs.get(argument) is not None:
+        known = argument == "sliding_window" and kwargs.get(argument) == managed.window
+        if kwargs.get(argument) is not None and not known:
             raise NotImplementedError(f"QAdACache does not support {meaning} ({argument}), as {name} uses: {way_out}")
     if asker.options.kernels == "triton" and kwargs.get("softcap") is not None:
         raise NotImplementedError(
@@ -57,6 +59,11 @@ def check_supported(
         )
     if module.training or kwargs["dropout"]:
         raise RuntimeError("QAdACache serves inference only: call model.eval(), or train without a cache")
+    if first and managed.window is not None and seen > managed.window:
+        raise NotImplementedError(
+            f"this text has {seen} tokens, and {name} hides those before its newest {managed.window} (sliding_window): "
+            f"QAdACache serves it up to there, for longer texts {way_out}"
+        )
     if managed.config is not None and managed.config is not module.config:
         generation.refuse_other_model(name)
     if first and 1 < tokens < seen:

@@ -163,6 +163,10 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
         return torch.zeros(shape, dtype=kwargs["dtype"], device=kwargs["device"])
     if not isinstance(tokens, Seen):
         return base(**kwargs)
+    window = kwargs.get("local_size")
+    if window is not None and kwargs.get("allow_is_causal_skip", False) and tokens <= window:
+        # A window that hides nothing. Transformers forbids to leave out masks to which it has added something else.
+        kwargs |= {"mask_function": causal_mask_function, "local_size": None}
     causal = kwargs.get("mask_function") is causal_mask_function
     plain = causal and kwargs.get("allow_is_causal_skip", False)
     fits = padding is None or padding.shape[1:] == (tokens,)

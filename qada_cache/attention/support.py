@@ -18,7 +18,7 @@ from ..kernels.cpu.building import has_compiler
 from ..key_moments import KeyMoments
 from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
 from ..key_moments.rotation import read_rope_settings
-from ..models import attends_twice, check_loaded, list_sizes, read_sizes
+from ..models import attends_twice, check_loaded, find_long_window, list_sizes, read_sizes
 from ..models.latent import INDEXED, find_latent_sizes
 from ..models.sharding import check_whole_config, find_shard
 from ..models.shared_keys import find_readers
@@ -106,6 +106,7 @@ def describe_model(
     readers = {index: owner for index, owner in find_readers(decoder).items() if owner in layers}
     layers = (*layers, *readers)
     arguments: dict[str, Any] = {"whole_config": config, "layers": layers, "latents": latents, "readers": readers}
+    arguments["window"] = find_long_window(decoder)
     managed = ManagedModel(decoder.model_type, config=decoder, **arguments)
     if model is None:
         check_whole_config(managed.whole_config)

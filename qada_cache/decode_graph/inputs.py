@@ -56,6 +56,8 @@ def find_inputs(
         return None  # a pass was interrupted: the layers will refuse this one
     if device.type not in GRAPHS or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return None
+    if shared.model.window is not None and first.seen >= shared.model.window:
+        return None  # the layers will refuse this pass
     if decoder.training or shared.observer is not None or not (followed or _is_allowed(shared)):
         return None
     attention.check_switched_on(shared.model.config)

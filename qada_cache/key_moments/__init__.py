@@ -19,7 +19,7 @@ from ..files import tensor_file
 from ..forked import renew
 from ..models.sharding import UNSHARDED, HeadShard
 from . import collecting
-from .rotation import CPU, ROPE_SETTINGS, Rotation, find_rotation_at
+from .rotation import AS_KNOWN, CPU, ROPE_SETTINGS, Rotation, find_growing_parameters, find_rotation_at
 
 KIND = "qada-moments"
 HUB = "hf://"
@@ -124,6 +124,13 @@ class KeyMoments:
         """`(layers, kv_heads, dim)`."""
         return tuple(self.mean.shape[1:])  # type: ignore[return-value]  # it has four dimensions, checked when made
 
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether frequencies depend on the length, and an earlier version did not look whether the model has those of
+        transformers' formula."""
+        growing = any(find_growing_parameters(self.rope, layer) for layer in range(len(self.rotations)))
+        return growing and AS_KNOWN not in self.origin
+
     def at(self, length: int) -> tuple[Tensor, Tensor]:
         """Moments of a bulk of `length` tokens: mean `[layers, kv_heads, dim]` and covariance `[..., dim, dim]`,
         float64 on the CPU.
@@ -142,7 +149,9 @@ class KeyMoments:
         if not self.rotations:
             index = max(0, bisect_right(self.lengths, length) - 1)
             return self.mean[index, layer].cpu().double(), self.covariance[index, layer].cpu().double()
-        rotation = find_rotation_at(self.rotations[layer], self.rope, layer, length)
+        rotation = self.rotations[layer]
+        if self.origin.get(AS_KNOWN, True):
+            rotation = find_rotation_at(rotation, self.rope, layer, length)
         moments = self.mean[0, layer], self.covariance[0, layer]
         return rotation.average(*moments, first=self.sink_tokens, length=length, device=device)
 

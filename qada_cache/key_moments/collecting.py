@@ -23,7 +23,7 @@ from ..models.shared_keys import find_readers
 from ..names import PROMPTS, SCHEMES
 from .observing import observe_queries, read_keys
 from .prompts import choose_prompt, make_ids
-from .rotation import Rotation, find_growing_parameters, find_rotations, read_rope_settings
+from .rotation import AS_KNOWN, Rotation, change_as_known, find_growing_parameters, find_rotations, read_rope_settings
 from .running import RunningMoments
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def collect(
     if scheme not in SCHEMES:
         raise ValueError(f"unknown scheme {scheme!r}: use one of {', '.join(SCHEMES)}")
     config = model.config.get_text_config(decoder=True)
-    managed = find_full_attention_layers(DynamicCache(config=config))
+    managed = find_full_attention_layers(DynamicCache(config=config), config)
     if not managed:
         raise ValueError(f"{config.model_type} has no full-attention layers, so there are no key moments to collect")
     shard = find_shard(model, config, managed)
@@ -158,10 +158,14 @@ def collect(
         tokens, bulk = len(ids), len(ids) - sink_tokens
         if bulk <= 0:
             raise ValueError(f"tokens ({tokens}) must exceed sink_tokens ({sink_tokens}), whose keys are left out")
+        checked: dict[str, bool] = {}
         growing = any(find_growing_parameters(rope, layer) for layer in range(layers))
         if growing:  # a model keeps the frequencies of its longest text until it reads a short one
             read_keys(plain, ids[None, :1], None, chunk=1, done=lambda tokens: None)
         scheme, rotations = _choose_scheme(plain, scheme, ids, shard, managed)
+        if growing and scheme == "analytic":
+            checked[AS_KNOWN] = change_as_known(plain, ids.unique()[:PROBE_TOKENS], len(ids), rotations, rope, shard)
+            read_keys(plain, ids[None, :1], None, chunk=1, done=lambda tokens: None)
         lengths = _choose_lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
         passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
         # If frequencies depend on the sequence's length, each chunk would get other ones.
@@ -211,6 +215,7 @@ def collect(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             **({LEFT: left} if left else {}),
+            **checked,
         },
     )
 

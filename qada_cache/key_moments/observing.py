@@ -8,11 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..models import attention_table, find_full_attention_layers, find_inputs_device
 from ..models.latent import absorb, ask_projections, find_latent_sizes, has_latents
 from ..models.shared_keys import find_readers
 from ..versions import pass_cache
+
+
+class _Tagging(DynamicCache):
+    """Tags the keys that it hands out with their layer. HRM calls one module for several layers of a cache."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple:
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys._qada_read = layer_idx  # type: ignore[attr-defined]  # the tag that `observe_queries` looks for
+        return keys, values
 
 
 def read_keys(
@@ -23,7 +33,10 @@ def read_keys(
     After each chunk `done` is called with its number of tokens. A ValueError if a layer keeps other keys, or if the
     model reads no text by itself."""
     config = model.config.get_text_config(decoder=True)
-    cache, device = DynamicCache(config=config), find_inputs_device(model)
+    cache, device = _Tagging(config=config), find_inputs_device(model)
+    for index in (layers := find_full_attention_layers(cache, config)):
+        if type(cache.layers[index]) is DynamicSlidingWindowLayer:  # one that hides nothing, and still drops keys
+            cache.layers[index] = DynamicLayer()
     # With hidden states wanted, layers that read other layers' keys get all queries, and not the last one alone.
     asked: dict[str, Any] = {"output_hidden_states": True} if find_readers(config) else {}
     asked |= {"use_cache": True, "logits_to_keep": 1}
@@ -39,7 +52,7 @@ def read_keys(
             ) from error
         done(len(ids[0, part]))
     found, sizes = {}, find_latent_sizes(config)
-    for index in find_full_attention_layers(cache):
+    for index in layers:
         keys = getattr(cache.layers[index], "keys", None)
         rotary = getattr(cache.layers[index], "values", None)  # beside latents
         if sizes is not None and keys is not None and rotary is not None:
@@ -66,7 +79,8 @@ def observe_queries(
     ours, sizes = set(model.modules()), find_latent_sizes(model.config.get_text_config(decoder=True))
 
     def attention(base: Callable[..., Any], module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> Any:
-        if module in ours and isinstance(index := getattr(module, "layer_idx", None), int):
+        index = getattr(args[0] if args else None, "_qada_read", getattr(module, "layer_idx", None))
+        if module in ours and isinstance(index, int):
             observed = query
             if sizes is not None and has_latents(module):
                 projections = ask_projections(module, sizes, query.shape[3] - sizes.rope, query)

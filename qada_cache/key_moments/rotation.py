@@ -8,7 +8,8 @@ mean of `cos` and `sin` of sums and differences of two frequencies.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from math import isclose
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ LAYOUTS = ("half", "interleaved", f"half{LAST}", f"interleaved{LAST}")
 PROBE_POSITIONS = (1, 17, 331)
 PROBE_ERROR = 0.05  # relative: rounding in bfloat16 stays below 0.01, a wrong layout is off by about 1
 FREQUENCIES_BY_LENGTH = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the sequence
+# Key of `KeyMoments.origin`, if frequencies depend on the length: whether a probe found those of transformers' formula.
+AS_KNOWN = "frequencies change as known"
 _ROPE_SIZES = ("max_position_embeddings", "hidden_size", "num_attention_heads", "head_dim")
 ROPE_SETTINGS = frozenset({*_ROPE_SIZES, "rope_parameters", "layer_types"})  # all names of `read_rope_settings`
 CPU = torch.device("cpu")
@@ -175,6 +178,33 @@ def find_growing_parameters(settings: dict[str, Any], layer: int) -> dict[str, A
     if "layer_types" in settings:
         parameters = parameters.get(settings["layer_types"][layer]) or {}
     return parameters if parameters.get("rope_type") in FREQUENCIES_BY_LENGTH else None
+
+
+def change_as_known(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    length: int,
+    rotations: dict[int, Rotation],
+    settings: dict[str, Any],
+    shard: HeadShard = UNSHARDED,
+) -> bool:
+    """Whether `find_rotation_at` knows the frequencies of these `rotations`, which were found for sequences of
+    `length`, and those of a far longer sequence. Some models (Hunyuan, Phi-MoE) compute them in a way of their own."""
+    growing = {layer: each for layer in rotations if (each := find_growing_parameters(settings, layer)) is not None}
+    changes = (
+        each["original_max_position_embeddings" if each["rope_type"] == "longrope" else "max_position_embeddings"]
+        for each in (settings | each for each in growing.values())
+    )
+    longer = max(length, 2 * max(changes, default=0))
+    beyond = find_rotations(model, tokens, longer, shard)
+    for layer in growing:
+        for seen, found in ((length, rotations[layer]), (longer, beyond[layer])):
+            known = find_rotation_at(rotations[layer], settings, layer, seen - LOCAL_TOKENS).frequencies
+            if found is None or len(found.frequencies) != len(known):
+                return False
+            if not all(map(partial(isclose, rel_tol=1e-4), found.frequencies, known)):
+                return False
+    return True
 
 
 def find_rotation_at(rotation: Rotation, settings: dict[str, Any], layer: int, length: int) -> Rotation:

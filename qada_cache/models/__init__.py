@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from .latent import find_latent_sizes, has_indexers
 
@@ -44,16 +44,38 @@ def check_loaded(model: PreTrainedModel) -> None:
         )
 
 
-def find_full_attention_layers(cache: DynamicCache) -> list[int]:
+def find_long_window(config: PreTrainedConfig) -> int | None:
+    """The tokens of the sliding window of a decoder's layers, if it is at least as long as the model's positions (Phi 3
+    has one): such a window hides nothing from a text that is no longer than it. None, if they have none."""
+    if config.is_heterogeneous:  # the config itself refuses to name what its layers have of their own
+        return None
+    window, longest = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    if not window or not longest or window < longest:
+        return None
+    return window if any(_has_window(layer, window) for layer in DynamicCache(config=config).layers) else None
+
+
+def _has_window(layer: Any, window: int | None) -> bool:
+    """Whether a layer of a `DynamicCache` has this sliding window. A chunk of chunked attention stands where a window
+    does, and is none."""
+    return type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == window
+
+
+def find_full_attention_layers(cache: DynamicCache, config: PreTrainedConfig) -> list[int]:
     """The layers of `DynamicCache(config=...)` that keep every key, and attend to all."""
-    # Exact type: subclasses (sliding windows, indexers, linear attention) keep their own states.
-    return [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+    return _find_layers(cache, config, (DynamicLayer,))
 
 
 def find_served_layers(cache: DynamicCache, config: PreTrainedConfig) -> list[int]:
     """Those that a QAdACache takes over: of full attention, and of latents that an indexer picks from."""
-    kinds = (DynamicLayer, DynamicIndexedLayer) if has_indexers(config) else (DynamicLayer,)
-    return [index for index, layer in enumerate(cache.layers) if type(layer) in kinds]
+    return _find_layers(cache, config, (DynamicLayer, DynamicIndexedLayer) if has_indexers(config) else (DynamicLayer,))
+
+
+def _find_layers(cache: DynamicCache, config: PreTrainedConfig, kinds: tuple[type, ...]) -> list[int]:
+    """The layers of these kinds, and those whose sliding window hides nothing."""
+    window = find_long_window(config)
+    # Exact types: subclasses (sliding windows, indexers, linear attention) keep their own states.
+    return [index for index, layer in enumerate(cache.layers) if type(layer) in kinds or _has_window(layer, window)]
 
 
 def find_full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:

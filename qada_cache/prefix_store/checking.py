@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache import QAdACache
-from ..key_moments.rotation import find_growing_parameters, read_rope_settings
+from ..key_moments.rotation import FREQUENCIES_BY_LENGTH, find_growing_parameters, read_rope_settings
 from ..models.sharding import check_unsharded, count_processes
 from .filling import list_layers
 
@@ -56,7 +56,11 @@ def _check_text(model: PreTrainedModel, tokens: Sequence[int]) -> None:
     """Raise NotImplementedError unless the keys of `tokens` depend on these tokens alone, whatever follows them."""
     config = model.config.get_text_config(decoder=True)
     rope = read_rope_settings(config)
-    if any(find_growing_parameters(rope, layer) for layer in range(config.num_hidden_layers)):
+    # A model may have frequencies of another type than its config says (Hunyuan): its rotary module names that.
+    own = [vars(part).get("rope_type") for part in model.modules() if vars(part).get("config") is config]
+    types = [kind for kind in own if kind is not None]
+    fixed = types and all(isinstance(kind, str) and kind not in FREQUENCIES_BY_LENGTH for kind in types)
+    if not fixed and any(find_growing_parameters(rope, layer) for layer in range(config.num_hidden_layers)):
         raise NotImplementedError(
             f"PrefixStore keeps no prompts of {config.model_type} with rotary frequencies that depend on a prompt's "
             "length: save() and QAdACache.load keep a whole prompt"

@@ -152,6 +152,7 @@ class ManagedModel:
     layers: tuple[int, ...] = ()  # indices of the full-attention layers, served by the cache itself
     readers: Mapping[int, int] = field(default_factory=dict)  # by reader, the layer whose keys it reads
     latents: LatentSizes | None = None  # if these layers cache latents
+    window: int | None = None  # tokens of the sliding window, if layers have one that hides nothing from shorter texts
     shard: HeadShard = UNSHARDED  # this process's part of their heads
 
     def __deepcopy__(self, memo: dict) -> "ManagedModel":

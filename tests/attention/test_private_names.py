@@ -22,7 +22,16 @@ from qada_cache.versions import PRIVATE, PRIVATE_ONCE, find_missing
 PACKAGE = Path(qada_cache.__file__).parent
 LISTED = {name for names in PRIVATE.values() for name in names}
 # Ours: a module, and tags on objects of others. Public: those of named tuples.
-OURS = {"_qada_find", "_qada_cache_startup", "_qada_layer", "_qada_own", "_reports_caches", "_replace", "_asdict"}
+OURS = {
+    "_qada_find",
+    "_qada_cache_startup",
+    "_qada_layer",
+    "_qada_read",
+    "_qada_own",
+    "_reports_caches",
+    "_replace",
+    "_asdict",
+}
 
 
 def names_used(sources: list[str]) -> set[str]:

@@ -192,3 +192,17 @@ def test_a_capture_that_fails_in_a_sliding_layer(device: str, monkeypatch: pytes
     monkeypatch.setattr(lasting, "_update", fail)
     found = read(model, make(model, cuda_graph=True), ids, *sizes)
     assert torch.equal(computed, found) if device == "cpu" else torch.allclose(computed, found, atol=1e-4)
+
+
+@torch.no_grad()
+def test_replays_end_where_a_long_window_does(device: str) -> None:
+    """Layers with a window as long as the model's positions are ours, and refuse a longer text, as a computed step."""
+    model, outputs = tiny("phi3", sliding_window=80, max_position_embeddings=80).to(device), []
+    for on in (False, True):
+        cache = make(model, cuda_graph=on)
+        outputs.append(graphed.decode(model, cache, 20))
+        with pytest.raises(NotImplementedError, match="this text has 81 tokens"):
+            graphed.decode(model, cache, 1, start=20)
+        assert cache.get_seq_length() == 80
+    assert RecordedGraph.replays > 10
+    assert torch.allclose(*outputs, atol=1e-5)

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from eval import families
 from qada_cache import KeyMoments, QAdACache
 from qada_cache.files import tensor_file
 from qada_cache.key_moments.observing import observe_queries
@@ -210,3 +211,19 @@ def test_wrong_energies_are_refused(wrong: Tensor) -> None:
     kwargs: dict[str, Any] = {"lengths": (1,), "model_type": "llama", "prompt": "custom", "tokens": 5}
     with pytest.raises(ValueError, match=r"query energies must be finite, not negative and \[2, 2, 8\]"):
         KeyMoments(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8, 8), **kwargs, query_energies=wrong)
+
+
+def test_modules_that_serve_several_layers_of_a_cache() -> None:
+    """HRM calls each of its modules in several cycles: a layer of the cache has the queries of its own cycle."""
+    model, squares = families.build("hrm_text")[0], []
+    made = KeyMoments.collect(model, prompt=IDS[0] % 90, progress=False)
+    module = model.model.L_module.layers[0].self_attn
+    module.q_proj.register_forward_hook(lambda _, args, output: squares.append(output.square().mean()))
+    with torch.no_grad():
+        model(IDS % 90)
+    sizes = model.config
+    cycles = [(high * (sizes.L_cycles + 1) + low) for high in range(sizes.H_cycles) for low in range(sizes.L_cycles)]
+    assert len(squares) == len(cycles) > 1
+    assert made.query_energies is not None
+    energies = made.query_energies[[cycle * sizes.num_layers_per_stack for cycle in cycles]].mean(dim=(1, 2))
+    torch.testing.assert_close(energies, torch.stack(squares), rtol=1e-4, atol=0)
