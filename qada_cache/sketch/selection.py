@@ -13,6 +13,7 @@ UNRELIABLE, NOISE_SHARE = 4.0, 0.15  # nats, and a share: both have to be exceed
 HOPELESS = 4.0  # times `UNRELIABLE`, whatever the share
 # Of the estimated attention to unread tokens, as much counts: estimates err, and the unread are those that seem light.
 UNREAD_WEIGHT = 0.9
+FLAT = 1e-6  # a lower variance of scores is rounding: values then do not follow them
 
 
 @dataclass(eq=False)
@@ -72,7 +73,7 @@ def select_tokens(
     unread = scores.masked_fill(tokens, -torch.inf)
     variance, mean = torch.var_mean(uncapped, dim=-1, correction=0)
     lifted = (unread.softmax(dim=-1).masked_fill(tokens, 0.0) * (uncapped - mean.unsqueeze(-1))).sum(dim=-1)
-    tilt = torch.where((variance > 0) & ~tokens.all(dim=-1), lifted / variance, 0.0)
+    tilt = torch.where((variance > FLAT) & ~tokens.all(dim=-1), lifted / variance, 0.0)
     return Selection(tokens, unread.logsumexp(dim=-1) + math.log(UNREAD_WEIGHT), tilt)
 
 

@@ -12,7 +12,9 @@ from qada_cache.storage import sharing, transfers
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no processes")
 @pytest.mark.parametrize(
-    "lock", [renew(threading.Lock()), defaults._remembering, sharing._moving, transfers.WAITING], ids=repr
+    "lock",
+    [renew(threading.Lock()), defaults._remembering, sharing._moving, transfers.WAITING],
+    ids=["new", "moments", "sharing", "waiting"],
 )
 def test_a_forked_process_waits_for_no_thread_that_it_lacks(lock: threading.Lock) -> None:
     held, done = threading.Event(), threading.Event()

@@ -152,3 +152,16 @@ def test_flat_attention(token_threshold: float, bits: float) -> None:
         out = out.double() * torch.sigmoid(mass.double() - near).unsqueeze(-1)
         true = full(query, keys, values) * torch.sigmoid(log_far - near).unsqueeze(-1)
         assert ((out - true).norm(dim=-1) < most * true.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("seed", range(4))
+def test_keys_that_are_all_alike(seed: int, bits: float) -> None:
+    """As of one token that is repeated without positions: scores differ by rounding, which says nothing of values."""
+    keys, values = (30 * random(1, DIM, seed=seed)).expand(LENGTH, DIM), random(LENGTH, 8, seed=seed + 9)
+    query, near = 2 * random(GROUP, 3, DIM, seed=seed + 20), torch.full((GROUP, 3), -1e9)
+    sketch = sketch_of(keys, values, bits)
+    found = selected(query, sketch, near, 4.4)
+    assert not found.tilt.any()
+    out, _ = attended(query, keys, values, sketch, found)
+    assert (out - values.mean(dim=0)).norm(dim=-1).max() < 0.1

@@ -26,7 +26,7 @@ SOURCE = Path(__file__).with_name("attention.cpp")
 # Macros of `SOURCE`, so that it reads a sketch as `sketch/` defines it.
 CONSTANTS = {
     "QUERY_LEVELS": codec.QUERY_LEVELS, "MIN_PEAK": codec.MIN_PEAK, "HADAMARD": HADAMARD, "WORD_BITS": WORD_BITS,
-    "HOPELESS": selection.HOPELESS,
+    "HOPELESS": selection.HOPELESS, "FLAT": selection.FLAT,
 }  # fmt: skip
 
 

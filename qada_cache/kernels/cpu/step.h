@@ -174,7 +174,7 @@ struct Share {
                               sum_of(scan->unread_mass[asked]);
             double variance = squares / count - sum / count * (sum / count);
             const float* along = selecting[head].along + asked * VALUE_DIM;
-            if (!(variance <= 0) && log_unread[q] > -INFINITY)  // a nan in scores has to show in the output
+            if (!(variance <= FLAT) && log_unread[q] > -INFINITY)  // a nan in scores has to show in the output
                 for (int v = 0; v < VALUE_DIM; v++)
                     values[q * VALUE_DIM + v] += (lifted - sum / count) / variance * along[v];
             log_unread[q] += call.log_unread_weight;

@@ -16,7 +16,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 BLOCK, QUERY_LEVELS = tl.constexpr(_sketch.BLOCK), tl.constexpr(float(codec.QUERY_LEVELS))
 FINER = tl.constexpr(2.0 * codec.QUERY_LEVELS)  # a rounded query's step over that of what rounding leaves
 MIN_PEAK, WORD_BITS = tl.constexpr(codec.MIN_PEAK), tl.constexpr(_sketch.WORD_BITS)
-HOPELESS = tl.constexpr(selection.HOPELESS)
+HOPELESS, FLAT = tl.constexpr(selection.HOPELESS), tl.constexpr(selection.FLAT)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ All heads at once: what it loads takes longer to come than to add, and comes tog
 import triton
 import triton.language as tl
 
-from .blocks import rotate
+from .blocks import FLAT, rotate
 
 
 @triton.jit
@@ -119,4 +119,4 @@ def tilt(p_sums, o_head, m_head, splits, b_log, b_score, BLOCK_E: tl.constexpr):
     b_highest = tl.max(b_log, axis=1)
     b_weight = tl.exp(b_log - tl.where(b_highest == float("-inf"), 0.0, b_highest)[:, None])
     b_lifted = tl.sum(b_weight * (b_score - b_middle[:, None]), axis=1) / tl.maximum(tl.sum(b_weight, axis=1), 1.0)
-    return tl.where(b_variance > 0.0, b_lifted / tl.where(b_variance > 0.0, b_variance, 1.0), 0.0)
+    return tl.where(b_variance > FLAT, b_lifted / tl.where(b_variance > FLAT, b_variance, 1.0), 0.0)
