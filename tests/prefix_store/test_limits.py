@@ -90,8 +90,10 @@ def test_age(store: PrefixStore, model: PreTrainedModel) -> None:
     assert found(young, model, 2) == 0
     assert found(young, model, 1) == 511
     assert store.stats().segments == 2
+    for file in Path(str(store.folder)).iterdir():
+        os.utime(file, (time.time() - 1e9,) * 2)
+    assert found(PrefixStore(store.folder, max_age=None), model, 1) == 511
     assert found(PrefixStore(store.folder, max_age=0), model, 1) == 0
-    assert found(PrefixStore(store.folder, max_age=None), model, 1) == 0
 
 
 def test_commands(store: PrefixStore, model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:

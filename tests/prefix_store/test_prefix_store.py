@@ -230,6 +230,18 @@ def test_a_file_that_another_process_replaced_is_looked_at_again(store: PrefixSt
     assert found(store) == 40
 
 
+def test_an_exact_reading_leaves_whole_segments_of_decided_tokens(store: PrefixStore, model: PreTrainedModel) -> None:
+    """Caches that decide alike find all of them."""
+    cache = QAdACache(model, **DECIDING)
+    out = generate(model, prompt(100)[0], cache, tokens=600).sequences
+    assert store.keep(cache, out) == 699
+    exact = QAdACache(model, **EXACT)
+    read(model, out[:, :530], exact)
+    assert store.keep(exact, out[:, :530]) == 530
+    found = (another(store).cache(model, asked(out, 9, seed=5), **options) for options in (DECIDING, EXACT))
+    assert [each.get_seq_length() for each in found] == [699, 530]
+
+
 def test_a_fork_keeps_no_tokens_that_were_decided_otherwise(store: PrefixStore, model: PreTrainedModel) -> None:
     text, _ = prompt(300)
     cache = QAdACache(model, **DECIDING)

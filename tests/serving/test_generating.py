@@ -252,3 +252,17 @@ def test_a_models_folder(tmp_path: Path) -> None:
         ids = said(wanted, 9)
     assert [new for new in reads if new > 1] == [60, 10]
     assert torch.equal(stock(model, ids, DynamicCache(config=model.config)), stock(made, ids, None))
+    for old, new in (
+        ("ONE_USER = True", "ONE_USER = False"),
+        ("CONVERSATIONS = serving.CONVERSATIONS", "CONVERSATIONS = 0"),
+    ):
+        changed = file.read_text(encoding="utf-8").replace(old, new)
+        assert new in changed
+        (other := tmp_path / new.partition(" ")[0]).mkdir()
+        shutil.copytree(folder, other, dirs_exist_ok=True)
+        (other / "custom_generate/generate.py").write_text(changed, encoding="utf-8")
+        model = AutoModelForCausalLM.from_pretrained(other, trust_remote_code=True)
+        reads = Reads(model)
+        for _ in range(2):
+            model.generate(said(60), attention_mask=torch.ones(1, 60, dtype=torch.long), **settings)
+        assert [tokens for tokens in reads if tokens > 1] == [60, 60]
