@@ -59,7 +59,7 @@ check-python: $(VENV)/.installed
 	$(VENV)/bin/lint-imports --no-logo
 
 # Form, warnings, and tests of the compiled kernels with every access and operation watched.
-WATCHED := (compiled or prompt) and (float64 or moments or far_apart or threads or finite or segments or long_rows or outweighs or no_token or padding or rough or values_in_keys or (test_records and dtype0)) or (test_recording and (float64 or records_are)) or test_quantizing or test_correlating or test_latent_kernel
+WATCHED := (compiled or prompt) and (float64 or moments or far_apart or threads or finite or segments or long_rows or outweighs or no_token or padding or rough or values_in_keys or (test_records and dtype0) or padded or rows_of_a_batch or in_parts or exponents or no_number) or (test_recording and (float64 or records_are)) or test_quantizing or test_correlating or test_latent_kernel
 COMPILED := $(addprefix tests/kernels/test_,compiled.py selected_tokens.py hard_selections.py prompt.py prompt_in_caches.py selected_prompt.py selected_prompt_in_caches.py recording.py quantizing.py correlating.py latent_kernel.py)
 check-cpp: $(VENV)/.installed
 	$(VENV)/bin/clang-format --dry-run -Werror qada_cache/kernels/cpu/*.h qada_cache/kernels/cpu/*.cpp tests/helpers/*.cpp

@@ -105,6 +105,13 @@ def test_values_without_channels_are_not_pinned(cuda: Registered, caplog: pytest
     assert not caplog.text
 
 
+def test_much_larger_memory_is_not_used_again(cuda: Registered) -> None:
+    """It would stay pinned for a fraction of what it holds."""
+    pinned.make((9 * PAGE,), torch.uint8, CUDA)
+    small = pinned.make((5 * PAGE,), torch.uint8, CUDA)
+    assert cuda.there == {small.data_ptr(): 5 * PAGE}
+
+
 def test_devices_are_waited_for_once(cuda: Registered) -> None:
     """However many layers take the memory of a cache that is gone."""
     layers = [pinned.make((PAGE,), torch.uint8, CUDA) for _ in range(5)]
