@@ -1,6 +1,7 @@
 """The graph of a device's launches, and the host's state, which a pass changes while a graph is captured."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -9,7 +10,12 @@ import torch
 
 from ..state import Shared
 from ..state.layer import QAdALayer
-from ..storage.transfers import find_side_stream
+
+
+@functools.cache
+def _find_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device: torch gives its 32 out again and again, also those that copies run on."""
+    return torch.cuda.Stream(device)
 
 
 class CudaGraph:
@@ -17,7 +23,7 @@ class CudaGraph:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
-        self._stream = find_side_stream(device, "capture")
+        self._stream = _find_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager

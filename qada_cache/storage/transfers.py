@@ -70,9 +70,8 @@ def wait_for(device: torch.device) -> None:
 
 
 @functools.cache
-def find_side_stream(device: torch.device, use: str) -> Any:
-    """The stream of a device on which copies in one direction ("in", "out") run, or captures ("capture"); None if it is
-    no CUDA device. Torch has 32 streams, which it gives out again and again."""
+def _find_side_stream(device: torch.device, direction: str) -> Any:
+    """The stream of a device on which copies in one direction ("in", "out") run; None if it is no CUDA device."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -102,7 +101,7 @@ def wait_event(event: Any, device: torch.device) -> None:
 def fetch(held: tuple[Tensor, ...], device: torch.device, *, after: Any = None) -> AsyncCopy:
     """Start to copy contiguous host tensors to `device`, after the event of `send` for the last copy into them; None:
     nothing is under way."""
-    side = find_side_stream(device, "in")
+    side = _find_side_stream(device, "in")
     if side is not None and after is not None:
         side.wait_event(after)
     with torch.cuda.stream(side):  # None: the current stream
@@ -112,7 +111,7 @@ def fetch(held: tuple[Tensor, ...], device: torch.device, *, after: Any = None) 
 
 def make_staging(size: int, device: torch.device) -> Tensor:
     """uint8 `[size]` on `device`, for `refill`. The caller has to `mark` the end of computation with it."""
-    with torch.inference_mode(False), torch.cuda.stream(find_side_stream(device, "in")):  # None: the current stream
+    with torch.inference_mode(False), torch.cuda.stream(_find_side_stream(device, "in")):  # None: the current stream
         memory = torch.empty(size, dtype=torch.uint8, device=device)
     if memory.is_cuda:  # else freed memory would be written to while it is still read
         memory.record_stream(torch.cuda.current_stream(device))
@@ -122,7 +121,7 @@ def make_staging(size: int, device: torch.device) -> Tensor:
 def refill(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, after: Iterable[Any]) -> Any:
     """Start to copy contiguous host tensors into tensors on `device`, `(target, source)` each, after these events (None
     among them: nothing to wait for). Returns an event for the end of the copies; None if they have ended."""
-    side = find_side_stream(device, "in")
+    side = _find_side_stream(device, "in")
     for event in after:
         if event is not None:
             event.synchronize() if side is None else side.wait_event(event)
@@ -173,7 +172,7 @@ def send(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, copier: C
     The sources may be freed at once. Returns an event for the end of the copies. None: they have ended, or, on an
     accelerator other than CUDA, end with `torch.accelerator.synchronize`.
     """
-    side, sent = find_side_stream(device, "out"), 0
+    side, sent = _find_side_stream(device, "out"), 0
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):  # None: the current stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def hold(kind: str, tmp_path: Path) -> Any:
     if kind == "module by accelerate":
         cpu_offload(model, torch.device("cpu"))
     kinds = {"config": model.config, "torch": torch, "all modules": torch.nn.modules.module, "tensor": torch.ones(1)}
-    kinds |= {"memory of CUDA": torch.cuda.memory, "table of models": AutoModel}
+    kinds |= {"lock": threading.Lock(), "memory of CUDA": torch.cuda.memory, "table of models": AutoModel}
     kinds |= {"compiled function": torch.compile(lambda: None, backend="eager")}
     return torch.compile(model, backend="eager") if kind == "compiled model" else kinds.get(kind, model)
 

@@ -174,12 +174,12 @@ def estimate_kernel(
     p_prepared, p_codes, p_scales, p_units, p_lengths, p_tokens, p_estimates, p_sums,
     s_length, s_codes, s_head, s_segment, room, turn,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, ROWS: tl.constexpr,
-    SEGMENT: tl.constexpr, LAST: tl.constexpr, BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr, LAST: tl.constexpr, BLOCK_T: tl.constexpr,
     G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """`codec.estimate_scores` of one split, and what is to be known of all of them; a (split, KV head, row).
 
-    Programs take turns at `BLOCK_N` tokens, which lie in one segment, `BLOCK_H` query heads at once. The sketch has
+    Programs take turns at `BLOCK_T` tokens, which lie in one segment, `BLOCK_H` query heads at once. The sketch has
     room for `s_head` tokens of a head in `s_codes` words, in `s_segment` segments; estimates of a query head are `room`
     floats apart from the next one's. A key has words of 4-, 2- and 1-bit values: `FOURS`, `TWOS` and `ONES`.
 
@@ -187,7 +187,7 @@ def estimate_kernel(
     their mean, and the sum of their squares around it.
     """
     PLANES: tl.constexpr = 2 * FOURS + 4 * TWOS + 8 * ONES  # noqa: N806 - a compile-time constant
-    ACROSS: tl.constexpr = min(BLOCK_N, LANES)  # noqa: N806 - a compile-time constant
+    ACROSS: tl.constexpr = min(BLOCK_T, LANES)  # noqa: N806 - a compile-time constant
     i_split, splits = tl.program_id(0), tl.num_programs(0)
     i_head, i_row = tl.program_id(1), tl.program_id(2)
     i_group = (i_row * tl.num_programs(1) + i_head).to(tl.int64)
@@ -206,15 +206,15 @@ def estimate_kernel(
         o_group = i_group * G + o_head
         # Lane by lane: the greatest estimate, below any score, and sums of exponentials, of distances from an estimate
         # among the first ones', and of their squares.
-        b_max = tl.full([BLOCK_H, BLOCK_N], -1e30, tl.float32)
-        b_sum = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        b_max = tl.full([BLOCK_H, BLOCK_T], -1e30, tl.float32)
+        b_sum = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
         b_off = tl.zeros([BLOCK_H, ACROSS], tl.float32)
         b_square = tl.zeros([BLOCK_H, ACROSS], tl.float32)
         b_origin = tl.zeros([BLOCK_H], tl.float32)
         seen = 0
-        for start in range(i_split * BLOCK_N, length, splits * BLOCK_N):
+        for start in range(i_split * BLOCK_T, length, splits * BLOCK_T):
             i_segment = tl.minimum(start // SEGMENT, segments - 1)
-            o_tokens = start + tl.arange(0, BLOCK_N)
+            o_tokens = start + tl.arange(0, BLOCK_T)
             m_tokens = o_tokens < length
             p_rows = p_prepared + i_segment * (ROWS * BLOCK_Q) + o_head
             b_products = multiply_codes(
@@ -226,20 +226,20 @@ def estimate_kernel(
             b_step = tl.load(p_rows + 2 * BLOCK_Q).to(tl.float32, bitcast=True)[:, None]
             b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * tl.load(p_units + i_segment)
             b_scale = b_scale[None, :]
-            b_scores = b_middle[:, None] + b_scale * (b_step * b_products + b_spread * b_scale)  # [BLOCK_H, BLOCK_N]
+            b_scores = b_middle[:, None] + b_scale * (b_step * b_products + b_spread * b_scale)  # [BLOCK_H, BLOCK_T]
             o_block = o_group[:, None] * room + o_tokens[None, :]
             m_block = m_head[:, None] & m_tokens[None, :]
             tl.store(p_estimates + o_block, b_scores, mask=m_block)
             b_origin = tl.where(seen == 0, b_middle, b_origin)
             b_distance = tl.where(m_tokens[None, :], b_scores - b_origin[:, None], 0.0)
-            b_distance = b_distance.reshape(BLOCK_H, BLOCK_N // ACROSS, ACROSS)  # [.., tokens of a lane, lanes]
+            b_distance = b_distance.reshape(BLOCK_H, BLOCK_T // ACROSS, ACROSS)  # [.., tokens of a lane, lanes]
             b_off += tl.sum(b_distance, axis=1)
             b_square += tl.sum(b_distance * b_distance, axis=1)
             b_scores = tl.where(m_tokens[None, :], b_scores, float("-inf"))
             b_ratio = tl.exp(-tl.abs(b_scores - b_max))  # of the lower to the higher one
             b_sum = tl.where(b_scores > b_max, b_sum * b_ratio + 1.0, b_sum + b_ratio)
             b_max = tl.maximum(b_max, b_scores)
-            seen += tl.minimum(length - start, BLOCK_N).to(tl.int32)
+            seen += tl.minimum(length - start, BLOCK_T).to(tl.int32)
         b_highest = tl.max(b_max, axis=1)
         b_all = tl.sum(b_sum * tl.exp(b_max - b_highest[:, None]), axis=1)
         count = tl.cast(seen, tl.float32)

@@ -141,7 +141,7 @@ def find_estimate_sizes(queries: int) -> dict[str, int]:
     heads = min(queries, ESTIMATE_HEADS)
     registers = ESTIMATE_REGISTERS if heads == queries else MOST_REGISTERS
     tokens = min(SEGMENT_TOKENS, ESTIMATED_TOKENS, ESTIMATES // heads)
-    return {"BLOCK_H": heads, "BLOCK_N": tokens, "maxnreg": registers}
+    return {"BLOCK_H": heads, "BLOCK_T": tokens, "maxnreg": registers}
 
 
 def find_prepared_sizes(queries: int, sizes: dict[str, int]) -> dict[str, int]:
