@@ -103,6 +103,10 @@ def generate(
     settings, others = prepare(model, generation_config, **given_arguments)
     if given_arguments.keys() & set(CACHE_NAMES) or not settings.use_cache:
         return stock(**arguments)
+    config, kind_name = model.config.get_text_config(decoder=True), model.config.model_type
+    if getattr(config, "num_attention_heads", None) is None:  # older transformers pass such models no cache
+        warn_once(logger, f"no conversations of {kind_name} are kept, which has no attention")
+        return stock(**arguments)
     pool = find_conversations(model)
     kept = AllConversations(pool)
     key = getattr(settings, "conversation_key", None) if conversation_key is None else conversation_key
@@ -112,12 +116,8 @@ def generate(
         pool.forget()
     ids = others.get("input_ids") if inputs is None else inputs
     keeps_cache = conversations and (one_user or key is not None)
-    config, kind_name = model.config.get_text_config(decoder=True), model.config.model_type
     if keeps_cache and forgets_states(config):
         warn_once(logger, f"no conversations of {kind_name} are kept, whose linear layers forget states")
-        keeps_cache = False
-    elif keeps_cache and getattr(config, "num_attention_heads", None) is None:
-        warn_once(logger, f"no conversations of {kind_name} are kept, whose cache counts no tokens")
         keeps_cache = False
     prompt = _find_row(model, ids, settings, others) if keeps_cache else None
     conversation, store = None, find_store(conversations_store)
