@@ -161,8 +161,7 @@ class WatchedCache(NoTensors, DynamicCache):
         sizes = snapshots.plan(new, options.window + 1)
         if options.codes_tokens:
             sizes = [size for size in (sum(sizes[:-1]), sizes[-1]) if size]
-        past = self._count_tokens()
-        return compute_in_pieces(compute, decoder, kwargs, sizes, held=past) if len(sizes) > 1 else None
+        return compute_in_pieces(compute, decoder, kwargs, sizes, held=self._count_tokens()) if len(sizes) > 1 else None
 
     def _count_tokens(self) -> int:
         """Logical tokens of our layers, or of the first one that counts any; 0, if none does."""
@@ -187,8 +186,8 @@ class WatchedCache(NoTensors, DynamicCache):
     def _begin_pass(self) -> None:
         """Raise if the last pass was interrupted; keep a snapshot, if one is due."""
         self._check_whole()
-        if self._shared.snapshots is not None:
-            self._shared.snapshots.begin_pass(self.layers, self._count_tokens())
+        if (snapshots := self._shared.snapshots) is not None:
+            snapshots.begin_pass(self.layers, self._count_tokens())
 
     def _note(self, layer_idx: int, call: Hashable) -> None:
         """Note that the pass has come to this call."""
