@@ -156,6 +156,17 @@ def test_a_sketch_that_is_too_rough(
     assert len(run(path, scene, token_threshold=1.0, **decision).selected) == reliable > 0
 
 
+@EVERY
+def test_a_sketch_that_is_hopeless(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is read as well where errors are a small share of the scores' variance, but four times too large."""
+    scene = Scene(bulk=BULK[Scene], group=4, dtype=torch.bfloat16, bits=2)
+    decision = {"threshold": scene.threshold("head")}
+    cut, reliable = scene.rough_for_some(scene.flags(**{"criterion": "gaussian"} | decision))
+    monkeypatch.setattr(selection, "UNRELIABLE", cut / 4)
+    monkeypatch.setattr(selection, "NOISE_SHARE", 1e9)
+    assert len(run(path, scene, token_threshold=1.0, **decision).selected) == reliable > 0
+
+
 @pytest.mark.usefixtures("whole_segments")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("deviation", [3, 4, 5, 6, 8, 12, 16])

@@ -76,10 +76,12 @@ def test_prompts_that_their_tokens_do_not_tell(store: PrefixStore, model: PreTra
     growing = tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(NotImplementedError, match="rotary frequencies"):
         store.cache(growing, [1, 2, 3], moments="current")
-    model.config.image_token_id = 7
-    with pytest.raises(NotImplementedError, match=r"images or sound \(token 7\)"):
-        store.cache(model, [1, 7, 3], moments="current")
-    assert store.cache(model, [1, 8, 3], moments="current").get_seq_length() == 0
+    names = ("image_token_id", "video_token_index", "audio_token_id", "vision_start_token_id", "speech_token_index")
+    for token, name in enumerate(names, start=7):
+        setattr(model.config, name, token)
+        with pytest.raises(NotImplementedError, match=rf"images or sound \(token {token}\)"):
+            store.cache(model, [1, token, 3], moments="current")
+    assert store.cache(model, [1, 20, 3], moments="current").get_seq_length() == 0
     sizes = {"vocab_size": 97, "embed_dim": 32, "layers": 1, "ffn_dim": 48, "attention_heads": 4}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     unnamed = Kosmos2ForConditionalGeneration(Kosmos2Config(text_config=sizes, vision_config=vision)).eval()
