@@ -28,6 +28,9 @@ QUERY_LEVELS = 127  # a rounded query's largest value
 MIN_PEAK = 1e-30  # of a rotated query, below which it is rounded to zeros: its inverse is finite in float32
 SCALE_LEVELS = 255  # a rounded scale's largest value
 SLOPE_LEVELS = 7  # a rounded slope's largest value: two lie in a byte
+# What half the variance of a score's error counts at most: the greater one of so many nats, and so many times its mean
+# over tokens. Without a limit, a key that is much longer than the others would seem to outweigh them all.
+MOST_HALF, MOST_RISE = 4.0, 3.0
 ROUNDINGS = 4  # of a key; more gain nothing
 # Of the mean of the channels. A model may have large keys and small queries in a channel, or the reverse, as only their
 # product counts. So these only keep weights finite: a greater one would spend bits on such channels.
@@ -255,15 +258,16 @@ def estimate_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: floa
 
     A score is off by a Gaussian of variance `sigma^2 = scaling^2 sum_i (q / w)_i^2 e_i^2 scale^2`, `e_i^2` the squared
     error of a value (`Layout.find_errors`); the mean of its exponential is that of `score + sigma^2 / 2`, which is what
-    is returned. Without it, all that is far would seem lighter than it is. `query` is `[queries, dim]` float32. Without
-    `expected` it is the score alone, to which `coded.score_residuals` are added.
+    is returned, up to a limit (`MOST_HALF`, `MOST_RISE`). Without it, all that is far would seem lighter than it is.
+    `query` is `[queries, dim]` float32. Without `expected` it is the score alone, to which `coded.score_residuals` are
+    added.
     """
     start, layout, count = find_segment_start(length), sketch.layout, count_segments(length)
     order = sketch.order[:count, None].long().expand(-1, len(query), -1)
     weighed = query.expand_as(order).gather(-1, order) / sketch.weights[:count, None].float()  # q / w of every segment
-    spread = (
-        0.5 * scaling**2 * torch.matmul(weighed.square(), layout.find_errors(query.device)).unsqueeze(-1) * expected
-    )
+    spread = 0.5 * scaling**2 * torch.matmul(weighed.square(), layout.find_errors(query.device)).unsqueeze(-1)
+    mean = 0.5 * scaling**2 * torch.matmul(query.square(), sketch.noise).unsqueeze(-1)
+    widest = ((MOST_RISE * mean).clamp_min(MOST_HALF) / spread).sqrt()  # the greatest scale that counts
     rotated = rotate(weighed[..., : layout.coded])
     unit = rotated.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_PEAK) / QUERY_LEVELS
     integers = torch.round(rotated / unit)
@@ -274,6 +278,8 @@ def estimate_scores(query: Tensor, sketch: Sketch, length: int, *, scaling: floa
         products = torch.matmul(integers[which], odd_levels.mT)  # exact: integers below 2 ** 24
         middle = torch.matmul(sketch.centres[which].float(), query.mT).unsqueeze(-1) * scaling
         scale = sketch.scales[first:stop].float().unflatten(0, (segments, 1, -1)) * sketch.units[which, None, None]
-        scores = middle + scale * (scaling * unit[which] * products + spread[which] * scale)
+        scores = middle + scale * (scaling * unit[which] * products)
+        if expected:
+            scores += spread[which] * scale.minimum(widest[which]).square()
         spans.append(scores.transpose(0, 1).flatten(1))  # of [segments, queries, tokens]
     return torch.cat(spans, dim=1)

@@ -14,6 +14,7 @@ from qada_cache.sketch.codec import Sketch
 
 BITS = (1, 1.5, 2, 4)  # bits of a value, on average, that tests try
 TIES = 0.01  # share of a sketch's integers that rounding may decide
+MOST = 4.0  # nats: what half the variance of an estimate's error counts at most, or three times its mean
 
 
 def is_same_but_for_ties(found: Tensor, made: Tensor) -> bool:
@@ -103,7 +104,7 @@ def token_scales(sketch: Sketch, length: int) -> Tensor:
 
 def estimates(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> Tensor:
     """Scores `[heads, tokens]` of coded keys for `query [heads, dim]`, plus half the variance of their error: so that
-    their exponentials are right on average."""
+    their exponentials are right on average. That half is at most 4 nats, or three times its mean over all tokens."""
     words = layout_of(sketch).words
     odd_levels = odd_values(sketch.codes[:, :length], words=words)
     scales, coded = token_scales(sketch, length), odd_levels.shape[1]
@@ -115,8 +116,9 @@ def estimates(*, query: Tensor, sketch: Sketch, length: int, scaling: float) -> 
             unit = rotated.abs().max() / 127
             product = odd_levels[first:last] @ (unit * torch.round(rotated / unit)) * scales[first:last]
             error = (weighed.square() * squared_errors(sketch)).sum() * scales[first:last] ** 2
+            most = max(MOST, 3 * scaling**2 / 2 * float(one.square() @ channel_noise(sketch, length)))
             scores[head, first:last] = scaling * (product + sketch.centres[segment].double() @ one)
-            scores[head, first:last] += scaling**2 * error / 2
+            scores[head, first:last] += (scaling**2 * error / 2).clamp(max=most)
     return scores
 
 

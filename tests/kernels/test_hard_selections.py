@@ -1,6 +1,7 @@
 """Tokens selected where a sketch, a row or its scores make it hard: against float64, by every kernel."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,6 +64,22 @@ def test_one_key_that_outweighs_all(path: Path) -> None:
     for tokens in run(path, scene, token_threshold=2.0).selected.values():
         assert tokens[100 - 3]
         assert tokens.sum() < 10
+
+
+@EVERY
+def test_one_key_that_is_much_longer_than_the_others(path: Path) -> None:
+    """Half the variance of its estimate's error is limited, and that of no other key."""
+    scene = Scene(bulk=[(257, 0)], short=(), bits=2)
+    scene.query *= 3
+    scene.keys[0][:, 100] *= 12
+    scene.stored[0][0, :, 100 - 3] = scene.keys[0][:, 100]
+    scene._make_sketch(scene.stored[0].shape[2], torch.Generator())
+    with mock.patch("sketch_reference.MOST", torch.inf):
+        without = [scene.estimates(0, head) for head in range(2)]
+    lower = torch.stack([without[head] - scene.estimates(0, head) for head in range(2)]) > 0.1
+    assert lower[:, :, 97].any()
+    assert lower.float().mean() < 0.02
+    run(path, scene, token_threshold=scene.token_threshold(0.2))
 
 
 @EVERY

@@ -165,3 +165,16 @@ def test_keys_that_are_all_alike(seed: int, bits: float) -> None:
     assert not found.tilt.any()
     out, _ = attended(query, keys, values, sketch, found)
     assert (out - values.mean(dim=0)).norm(dim=-1).max() < 0.1
+
+
+@pytest.mark.parametrize("times", [8, 20, 100])
+def test_a_key_that_is_much_longer_than_the_others(times: int) -> None:
+    """The error of its estimate is as much larger. It does not keep the others from being read."""
+    query, keys, values = 2 * random(GROUP, 1, DIM), random(LENGTH, DIM), random(LENGTH, DIM)
+    shares = []
+    for _ in range(2):
+        selection = selected(query, sketch_of(keys, values), torch.full((GROUP, 1), -50.0), 2.0)
+        weights = torch.softmax(SCALING * query[:, 0].double() @ keys.double().mT, dim=-1)
+        shares.append((weights * selection.tokens[0].double()).sum(dim=-1).mean())
+        keys[1000] *= times
+    assert shares[1] > 0.9 * shares[0] > 0.5

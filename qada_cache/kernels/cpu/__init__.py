@@ -27,6 +27,7 @@ SOURCE = Path(__file__).with_name("attention.cpp")
 CONSTANTS = {
     "QUERY_LEVELS": codec.QUERY_LEVELS, "MIN_PEAK": codec.MIN_PEAK, "HADAMARD": HADAMARD, "WORD_BITS": WORD_BITS,
     "HOPELESS": selection.HOPELESS, "FLAT": selection.FLAT,
+    "MOST_HALF": codec.MOST_HALF, "MOST_RISE": codec.MOST_RISE,
 }  # fmt: skip
 
 

@@ -180,6 +180,7 @@ struct Selecting {
     int64_t segment_count;
     std::unique_ptr<Rounded[]> segments;
     float log_buffer[QUERIES], score_cut[QUERIES];  // log A_buffer; least score of a selected token, by a sample
+    float most[SLOTS];  // what the expected effect of a score's error counts at most
     float along[SIZE];  // [count, VALUE_DIM], scaling * Cov(v, k) q
     float pending[SIZE], pending_lse[QUERIES];  // attention over pending tokens
     Turned turned;  // the queries for records, if there are any
@@ -231,6 +232,7 @@ struct Selecting {
                 variance += query[d] * query[d] * call.variances.at(row, head)[d];
             }
             float half_variance = 0.5f * call.scaling * call.scaling * noise;
+            most[count] = std::max((float)MOST_HALF, (float)MOST_RISE * half_variance);
             bool hopeful = half_variance <= (float)HOPELESS * call.unreliable;  // false for NaN
             bool small = half_variance <= call.unreliable;
             if (!small && !(noise <= call.noise_share * variance && hopeful)) reliable = false;
@@ -277,7 +279,7 @@ struct Selecting {
                            call.units.at(row, head),
                            call.errors};
         for (int64_t s = 0; s < segment_count; s += TOGETHER)
-            own.round(queries, s, call.words, call.scaling, segments.get());
+            own.round(queries, s, call.words, call.scaling, loaded<Slots>(most), segments.get());
         if (SCORED) turned.turn(queries, call.record_weights.at(row, head), call.scaling);
     }
 };

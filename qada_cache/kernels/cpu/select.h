@@ -60,10 +60,12 @@ struct Estimates {
         for (int q = 0; q < count; q++) {
             float step = queries.step[q], offset = queries.offset[q];
             float spread = queries.spread[q], middle = queries.middle[q];
+            const Singles widest = Singles{} + queries.widest[q];
             for (int v = 0; v < VECTORS; v++) {
                 Integers whole = loaded<Integers>(&exact[q][v * TOKENS]);
                 Singles along = step * __builtin_convertvector(whole, Singles) - offset;
-                scores[q][v] = middle + scale[v] * (along + spread * scale[v]);
+                const Singles counted = scale[v] < widest ? scale[v] : widest;
+                scores[q][v] = middle + scale[v] * along + spread * counted * counted;
             }
         }
         for (int t = WHOLE ? SPAN : tokens; t < SPAN; t++)

@@ -61,13 +61,14 @@ inline Whole nearest(Numbers numbers) {
 }
 
 // A head's flagged queries, rounded for one segment as in `estimate_scores`. Let `product` be that of `fours` and a
-// token's codes, and `scale` the token's. Its score is `middle + scale * (step * product - offset + spread * scale)`:
-// `spread` is the expected effect of coding errors, `offset` makes odd integers of codes. Records need scores more
-// precise than a byte: they add the rounded remainders, `lows`, `FINER` times as fine, and leave `spread` out.
+// token's codes, and `scale` the token's. Its score is `middle + scale * (step * product - offset) + spread * square`:
+// `spread` is the expected effect of coding errors, and `square` that of `scale`, which counts up to `widest`; `offset`
+// makes odd integers of codes. Records need scores more precise than a byte: they add the rounded remainders, `lows`,
+// `FINER` times as fine, and leave `spread` out.
 struct Rounded {
     int32_t fours[DIM / 4][SLOTS];  // rounded values of four channels, a byte each
     int32_t lows[SCORED ? DIM / 4 : 1][SLOTS];
-    float middle[SLOTS], step[SLOTS], offset[SLOTS], spread[SLOTS], low_offset[SLOTS];
+    float middle[SLOTS], step[SLOTS], offset[SLOTS], spread[SLOTS], widest[SLOTS], low_offset[SLOTS];
 };
 
 // A head's segments: `centres`, `order` and `weights` [count, DIM], and `units` [count], by which integers become
@@ -79,8 +80,9 @@ struct Segments {
     const uint16_t* weights;
     const float *units, *errors;
 
-    // Rounds `queries` [DIM] for up to `TOGETHER` segments from number `first` on.
-    void round(const Slots* queries, int64_t first, Words words, float scaling, Rounded* rounded) const {
+    // Rounds `queries` [DIM] for up to `TOGETHER` segments from number `first` on. `most` limits the expected effect of
+    // coding errors.
+    void round(const Slots* queries, int64_t first, Words words, float scaling, Slots most, Rounded* rounded) const {
         const int here = (int)std::min<int64_t>(TOGETHER, count - first);
         Wide rotated[DIM] = {};
         for (int j = 0; j < here; j++) {
@@ -96,7 +98,9 @@ struct Segments {
                 std::memcpy((char*)&rotated[d] + j * sizeof(Slots), &weighed, sizeof weighed);
             }
             put(rounded[segment].middle, along * scaling);
-            put(rounded[segment].spread, error * (units[segment] * units[segment]));
+            const Slots spread = error * (units[segment] * units[segment]);
+            put(rounded[segment].spread, spread);
+            for (int q = 0; q < SLOTS; q++) rounded[segment].widest[q] = std::sqrt(most[q] / spread[q]);
         }
         const int coded = words.coded();
         rotate<8>(rotated, coded, (float)HADAMARD);

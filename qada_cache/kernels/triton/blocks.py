@@ -17,6 +17,7 @@ BLOCK, QUERY_LEVELS = tl.constexpr(_sketch.BLOCK), tl.constexpr(float(codec.QUER
 FINER = tl.constexpr(2.0 * codec.QUERY_LEVELS)  # a rounded query's step over that of what rounding leaves
 MIN_PEAK, WORD_BITS = tl.constexpr(codec.MIN_PEAK), tl.constexpr(_sketch.WORD_BITS)
 HOPELESS, FLAT = tl.constexpr(selection.HOPELESS), tl.constexpr(selection.FLAT)
+MOST_HALF, MOST_RISE = tl.constexpr(codec.MOST_HALF), tl.constexpr(codec.MOST_RISE)
 
 
 @triton.jit

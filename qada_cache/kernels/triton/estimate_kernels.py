@@ -9,7 +9,7 @@ tokens alone whose records are read.
 import triton
 import triton.language as tl
 
-from .blocks import BLOCK, WORD_BITS, dot_bytes, rotate, round_queries
+from .blocks import BLOCK, MIN_PEAK, MOST_HALF, MOST_RISE, WORD_BITS, dot_bytes, rotate, round_queries
 from .record_kernels import count_segments
 
 LANES = tl.constexpr(128)  # of a program of four warps
@@ -18,8 +18,9 @@ SLOPE_COLUMNS = tl.constexpr(16)  # of pairs of what values gain along a query, 
 MOST_UNROLLED = tl.constexpr(256)  # channels of keys: likewise
 # Rows of a prepared segment, a word for each query head: integers, of four channels a row, and the sum of products'
 # offsets; then what the head's query says of the centre, half the variance of an error, and the step of products, each
-# for a scale of 1; then, where records are read, what the integers leave, in as many rows as they take.
-NUMBERS = tl.constexpr(3)
+# for a scale of 1, and the greatest scale that counts in that variance; then, where records are read, what the
+# integers leave, in as many rows as they take.
+NUMBERS = tl.constexpr(4)
 
 
 def count_rows(coded: int, terms: int) -> int:
@@ -29,8 +30,8 @@ def count_rows(coded: int, terms: int) -> int:
 
 @triton.jit
 def prepare_segments(
-    p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_held, i_first, segments, s_segment, first,
-    scaling,
+    p_prepared, p_query, p_errors, p_noise, p_centres, p_order, p_weights, i_group, i_held, i_first, segments,
+    s_segment, first, scaling,
     FOURS: tl.constexpr, TWOS: tl.constexpr, ONES: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
     G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PREPARED: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -55,9 +56,12 @@ def prepare_segments(
     b_errors = tl.load(p_errors + o_dim, mask=m_dim, other=0.0)
     b_query = tl.load(p_query + o_dim[None, :], mask=m_query, other=0.0).to(tl.float32)
     b_middle = tl.sum(b_query * b_centre, axis=1) * scaling
+    b_noise = tl.load(p_noise + i_held * D + o_dim, mask=m_dim, other=0.0)
+    b_mean = tl.sum(b_query * b_query * b_noise[None, :], axis=1) * (0.5 * scaling * scaling)
     b_query = tl.load(p_query + b_order, mask=m_query, other=0.0).to(tl.float32)
     b_weighed = b_query / b_weights
     b_spread = tl.sum(b_weighed * b_weighed * b_errors[None, :], axis=1) * (0.5 * scaling * scaling)
+    b_widest = tl.sqrt(tl.maximum(b_mean * MOST_RISE, MOST_HALF) / tl.maximum(b_spread, MIN_PEAK))
     b_rotated = rotate(tl.where((o_dim < CODED)[None, :], b_weighed, 0.0), BLOCK)
     b_both, b_unit = round_queries(b_rotated, TERMS == 2)
     b_most = tl.where(o_dim < FIRST_TWO, 15, tl.where(o_dim < FIRST_ONE, 3, 1))[None, :]  # of the codes they meet
@@ -75,6 +79,7 @@ def prepare_segments(
     tl.store(p_numbers, b_middle.to(tl.int32, bitcast=True), mask=m_segment)
     tl.store(p_numbers + BLOCK_Q, b_spread.to(tl.int32, bitcast=True), mask=m_segment)
     tl.store(p_numbers + 2 * BLOCK_Q, (b_unit * scaling).to(tl.int32, bitcast=True), mask=m_segment)
+    tl.store(p_numbers + 3 * BLOCK_Q, b_widest.to(tl.int32, bitcast=True), mask=m_segment)
 
 
 @triton.jit
@@ -224,9 +229,11 @@ def estimate_kernel(
             b_middle = tl.load(p_rows).to(tl.float32, bitcast=True)
             b_spread = tl.load(p_rows + BLOCK_Q).to(tl.float32, bitcast=True)[:, None]
             b_step = tl.load(p_rows + 2 * BLOCK_Q).to(tl.float32, bitcast=True)[:, None]
+            b_widest = tl.load(p_rows + 3 * BLOCK_Q).to(tl.float32, bitcast=True)[:, None]
             b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * tl.load(p_units + i_segment)
             b_scale = b_scale[None, :]
-            b_scores = b_middle[:, None] + b_scale * (b_step * b_products + b_spread * b_scale)  # [BLOCK_H, BLOCK_T]
+            b_counted = tl.minimum(b_scale, b_widest)  # [BLOCK_H, BLOCK_T]
+            b_scores = b_middle[:, None] + b_scale * (b_step * b_products) + b_spread * b_counted * b_counted
             o_block = o_group[:, None] * room + o_tokens[None, :]
             m_block = m_head[:, None] & m_tokens[None, :]
             tl.store(p_estimates + o_block, b_scores, mask=m_block)

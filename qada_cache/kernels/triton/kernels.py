@@ -96,9 +96,9 @@ def local_kernel(
                     if i_part * PREPARED < segments:
                         for first in range(0, G, BLOCK_H):
                             prepare_segments(
-                                p_prepared, p_query, p_errors, p_centres, p_order, p_weights, i_group, i_held,
-                                i_part * PREPARED, segments, s_segment, first, scaling, FOURS, TWOS, ONES, TERMS, ROWS,
-                                G, BLOCK_Q, BLOCK_H, PREPARED, D, BLOCK_D,
+                                p_prepared, p_query, p_errors, p_noise, p_centres, p_order, p_weights, i_group,
+                                i_held, i_part * PREPARED, segments, s_segment, first, scaling, FOURS, TWOS, ONES,
+                                TERMS, ROWS, G, BLOCK_Q, BLOCK_H, PREPARED, D, BLOCK_D,
                             )  # fmt: skip
             return
     p_keys += i_held_row * s_key_row + i_head * s_key_head
