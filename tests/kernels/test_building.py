@@ -208,7 +208,6 @@ FORKING = """
 import os, sys, time
 from pathlib import Path
 from qada_cache.kernels.cpu import building
-
 folder = Path(sys.argv[1])
 building.build_ahead([building.Library(folder / "built.cpp", (), lambda: None)])
 while not (folder / "calls").exists():
