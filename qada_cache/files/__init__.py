@@ -5,6 +5,7 @@ import re
 import secrets
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,14 +27,18 @@ _locked: set[int] = set()  # descriptors of `lock`
 
 
 def find_home() -> Path:
-    """The folder of files kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches."""
+    """The folder of files kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches; for a
+    user without a home folder, one of their own among temporary files."""
     if home := os.environ.get("QADA_HOME"):
         return Path(home)
-    if sys.platform == "darwin":
-        return Path("~/Library/Caches/qada").expanduser()
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # A relative one is to be ignored, says the XDG base directory specification.
-    return (caches if caches.is_absolute() else Path("~/.cache").expanduser()) / "qada"
+    if caches.is_absolute() and sys.platform != "darwin":
+        return caches / "qada"
+    try:
+        return Path("~/Library/Caches/qada" if sys.platform == "darwin" else "~/.cache/qada").expanduser()
+    except RuntimeError:  # in a container, a user may be a number that nothing is known of
+        return Path(tempfile.gettempdir(), f"qada-{os.geteuid()}" if LOCKS else "qada")
 
 
 @contextmanager

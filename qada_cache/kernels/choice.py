@@ -39,6 +39,16 @@ def _is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def _find_import_fault() -> str | None:
+    """Why our kernels cannot be imported where Triton is installed, in words; None if they can."""
+    try:
+        from .triton import kernels  # noqa: F401
+    except Exception as error:  # a damaged Triton, or one of another version, may raise any
+        return f"triton cannot be imported: {error!r}"
+    return None
+
+
 def explain_unsupported(
     query: Tensor,
     bulk_keys: Tensor,
@@ -52,6 +62,8 @@ def explain_unsupported(
     message; None if it can. Tensors and `records` are as in `Query` and `Operands`, `criterion` as in `Options`."""
     if not _is_installed():
         return f"triton is not installed ({INSTALL.get(sys.platform, f'there is none for {sys.platform}')})"
+    if (fault := _find_import_fault()) is not None:
+        return fault
     from .triton import kernels as triton_kernels
 
     if query.device.type != ("cpu" if triton_kernels.INTERPRETED else "cuda"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -128,3 +129,16 @@ def test_home_is_where_the_platform_keeps_caches(monkeypatch: pytest.MonkeyPatch
     assert files.find_home() == Path("/caches/qada")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert files.find_home() == Path("/users/me/Library/Caches/qada")
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_user_without_a_home_folder(platform: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("QADA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert files.find_home() == tmp_path / f"qada-{os.geteuid()}"
+    QAdACache(tiny(), moments="random-tokens")
+    assert len(list((files.find_home() / "moments").iterdir())) == 1
+    assert files.find_home().stat().st_mode & 0o777 == 0o700

@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,6 +252,18 @@ def test_instructions_that_are_known_are_all_that_a_source_asks_for(
     done = subprocess.run([*command, *asked, "-mno-avx2"], capture_output=True, check=False)
     assert done.returncode
     assert b"the processor has neither AVX2 with FMA nor AVX-512 nor NEON" in done.stderr
+
+
+def test_older_compilers_know_the_type_of_float16(tmp_path: Path) -> None:
+    """On x86-64, they have no `_Float16` in C++."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the type is for x86-64")
+    texts = "".join(path.read_text() for path in cpu.SOURCE.parent.glob("*.h"))
+    header = tmp_path / "older.h"
+    header.write_text("\n".join([*re.findall("#include <(?!arm).*>", texts), "#pragma GCC poison _Float16"]))
+    flags = [flag for flag in building.FLAGS if not flag.startswith("-march")]
+    command = [building.find_compiler(), *flags, "-march=haswell", "-fsyntax-only", "-include", str(header)]
+    subprocess.run([*command, *cpu.define("FLOAT16", 64, 64, 2), str(cpu.SOURCE)], check=True)
 
 
 def test_constants_of_selected_prompts_have_one_definition() -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,19 @@ def test_a_compiler_that_fails(
     failing.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
-    assert f"{failing} failed with no such option" in without_kernel(caplog)
+    assert f"{failing} failed with no such option (CXX can name another compiler)" in without_kernel(caplog)
+    assert not fresh.exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", [("-DBFLOAT16", "-DFLOAT16"), ("-lnowhere",)])
+def test_what_is_told_of_an_error(
+    flags: tuple[str, ...], fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error's own line, not those before it that say where it is; the linker's, not the compiler's about it."""
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *flags))
+    assert re.search("failed with .*(elements.h:.* error: |-lnowhere).* .CXX", without_kernel(caplog))
     assert not fresh.exists()
 
 

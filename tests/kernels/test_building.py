@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from compilers import compiler, needs_compiler
 from forked import fork
 
 from qada_cache import files
-from qada_cache.kernels.cpu import building, process
+from qada_cache.kernels.cpu import building
 from qada_cache.kernels.cpu.building import Library
 from qada_cache.said_once import warn_once
 
@@ -155,7 +156,18 @@ def test_a_failure_is_told_when_it_is_wanted(slow: Slow, home: Path, caplog: pyt
     assert slow.calls == 1
     (told,) = caplog.records
     assert told.getMessage().startswith("it could not be built: ")
-    assert told.getMessage().endswith("cc failed with no such option")
+    assert told.getMessage().endswith("cc failed with no such option (CXX can name another compiler)")
+    assert not home.exists()
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded(slow: Slow, home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not kept, and no folder is blamed."""
+    (slow.source.parent / "built.so").write_text("no library")
+    with caplog.at_level(logging.WARNING):
+        assert not slow.want()
+    (told,) = caplog.records
+    assert told.getMessage().startswith("it could not be built: ")
     assert not home.exists()
 
 
@@ -190,6 +202,54 @@ def test_a_process_forked_meanwhile(slow: Slow) -> None:
     assert ends_well(child)
     assert slow.want()
     assert slow.calls == 1
+
+
+FORKING = """
+import os, sys, time
+from pathlib import Path
+from qada_cache.kernels.cpu import building
+folder = Path(sys.argv[1])
+building.build_ahead([building.Library(folder / "built.cpp", (), lambda: None)])
+while not (folder / "calls").exists():
+    time.sleep(0.01)
+if not (child := os.fork()):
+    sys.exit()
+os.waitpid(child, 0)
+(folder / "hold").unlink()
+assert building.build_library(folder / "built.cpp", (), "it could not be built").answer() == 42
+"""
+
+
+@needs_compiler
+def test_a_forked_process_that_ends_meanwhile(slow: Slow, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It leaves this process's temporary folder alone."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    slow.hold.touch()
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, str(slow.source.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.glob("qada-kernels-*"))
+
+
+@needs_compiler
+def test_what_killed_processes_left_is_removed(slow: Slow, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The next build removes their temporary folders, unless these are new, another user's, or no folders."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old, link, new = (tmp_path / f"qada-kernels-{name}" for name in ("old", "link", "new"))
+    for folder in (old, new, tmp_path / "elsewhere"):
+        folder.mkdir()
+        (folder / "library.so").touch()
+    link.symlink_to(tmp_path / "elsewhere")
+    for path in (old, link):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    own = os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: own + 1)
+        building._remove_left_scratch()
+        assert old.exists()
+    assert slow.want()
+    assert set(tmp_path.glob("qada-kernels-*")) == {link, new}
+    assert (link / "library.so").exists()
 
 
 @needs_compiler
@@ -238,32 +298,3 @@ def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> None:
     assert slow.build_ahead() is None
     assert slow.want()
     assert slow.calls == 1
-
-
-ENDING = """
-import importlib.util, sys, tempfile, threading, time
-from pathlib import Path
-spec = importlib.util.spec_from_file_location("process", sys.argv[1])
-process = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(process)
-
-def build():
-    with tempfile.TemporaryDirectory(dir=sys.argv[2]) as folder:
-        process.run_command(["sh", "-c", f"sleep 100 & echo $! > {folder}/begun; sleep 100"], timeout=100)
-
-threading.Thread(target=build, daemon=True).start()
-while not (found := [path.read_text() for path in Path(sys.argv[2]).glob("*/begun")]) or not found[0]:
-    time.sleep(0.01)
-print(found[0])
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kernels are built on Linux")
-def test_a_process_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Neither a compiler, nor what that has started, nor a file, nor a word; nor does it wait."""
-    command = [sys.executable, "-c", ENDING, process.__file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not list(tmp_path.iterdir())
-    left = Path("/proc", done.stdout.strip(), "stat")
-    wait_for(lambda: not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z")

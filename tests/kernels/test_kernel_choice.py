@@ -1,5 +1,6 @@
 """When the fused kernel computes a decode step, and that a whole cache does the same with it."""
 
+import functools
 import re
 import sys
 from dataclasses import replace
@@ -166,6 +167,19 @@ def test_not_installed(platform: str, way_out: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "platform", platform)
     with pytest.raises(NotImplementedError, match=re.escape(f"triton is not installed ({way_out})")):
         find_kernel(QUERY, BULK, BULK, "gaussian")
+
+
+def test_installed_and_damaged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Torch computes, and a warning says why; whoever asks for Triton gets the reason."""
+    monkeypatch.setitem(sys.modules, triton_decode.__name__, None)  # importing it raises ImportError
+    monkeypatch.setattr(choice, "_find_import_fault", functools.cache(choice._find_import_fault.__wrapped__))
+    monkeypatch.setattr(choice, "AUTO_DEVICES", ("cpu",))
+    monkeypatch.setattr(choice.compiled_decode, "supports", lambda *_: False)
+    warn_once.cache_clear()
+    assert choice.choose_kernel(QUERY, BULK, BULK, "gaussian", "auto") is None
+    assert "not by Triton's kernel: triton cannot be imported: " in caplog.text
+    with pytest.raises(NotImplementedError, match="triton cannot be imported"):
+        choice.choose_kernel(QUERY, BULK, BULK, "gaussian", "triton")
 
 
 @pytest.mark.parametrize("kernels", ["auto", "triton"])

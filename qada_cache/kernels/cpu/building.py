@@ -10,10 +10,12 @@ import functools
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,6 +30,7 @@ from .process import run_command
 logger = logging.getLogger(__name__)
 
 FOLDER = "kernels"  # in `files.find_home()`
+SCRATCH = "qada-kernels-"  # how names of temporary folders begin
 DIGEST_BYTES = 32
 WAIT_SECONDS = 60  # for another process that builds the same library, which may have been stopped
 FLAGS = list_flags()
@@ -154,21 +157,56 @@ def _load(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _build(compiler: str, source: Path, macros: tuple[str, ...], name: str) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory(prefix="qada-kernels-") as temporary:
-        library = Path(temporary, "library.so")
-        done = run_command([compiler, *FLAGS, *macros, str(source), "-o", str(library)], timeout=300, scratch=temporary)
+    _remove_left_scratch()
+    with _make_scratch() as scratch:
+        library = scratch / "library.so"
+        done = run_command([compiler, *FLAGS, *macros, str(source), "-o", str(library)], timeout=300, scratch=scratch)
         if done.returncode:
-            raise OSError(f"{compiler} failed with {(done.stderr.splitlines() or [str(done.returncode)])[0]}")
+            told = done.stderr.splitlines() or [str(done.returncode)]
+            # Lines that only say where ("In file included from a.h:1,", "In function 'f':") come before the error's.
+            error = next((line for line in told if not line.endswith((":", ","))), told[0])
+            raise OSError(f"{compiler} failed with {error} (CXX can name another compiler)")
         built = library.read_bytes()
         try:
             with files.open_folder(FOLDER, make=True) as folder:
                 files.write(name, (built, hashlib.sha256(built).digest()), folder=folder)
                 files.remove_unused_kernels(folder)
-                return _link(folder, name)
+                return _link_or_remove(folder, name)
         except OSError as error:  # a cache folder that cannot be used is no reason to be slow
+            loaded = ctypes.CDLL(str(library))  # which needs no file once it is loaded; another error, if it is broken
             where = files.find_home() / FOLDER
             warn_once(logger, f"kernels cannot be kept in {where} ({error}): they will be built in every process")
-        return ctypes.CDLL(str(library))  # which needs no file once it is loaded
+            return loaded
+
+
+def _link_or_remove(folder: int, name: str) -> ctypes.CDLL:
+    """As `_link`. What cannot be loaded is not kept: other processes could not load it either."""
+    try:
+        return _link(folder, name)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        raise
+
+
+@contextlib.contextmanager
+def _make_scratch() -> Iterator[Path]:
+    """A temporary folder. No `TemporaryDirectory`: at the end of a process that is forked meanwhile, it would remove
+    this process's folder."""
+    path = tempfile.mkdtemp(prefix=SCRATCH)
+    try:
+        yield Path(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_left_scratch() -> None:
+    """Remove temporary folders that this user's killed processes left behind."""
+    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another process was faster
+            found = path.lstat()
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > files.STALE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -214,7 +252,7 @@ def _link(folder: int, name: str) -> ctypes.CDLL:
     if OF_DESCRIPTORS is not None:
         return ctypes.CDLL(f"{OF_DESCRIPTORS}/{folder}/{name}")
     # Elsewhere no path goes by a descriptor, and a loader may look at all of a file, its digest included.
-    with tempfile.TemporaryDirectory(prefix="qada-kernels-") as temporary:
-        copy = Path(temporary, name)
+    with _make_scratch() as scratch:
+        copy = scratch / name
         copy.write_bytes(files.read(folder, name)[:-DIGEST_BYTES])
         return ctypes.CDLL(str(copy))  # which needs no file once it is loaded

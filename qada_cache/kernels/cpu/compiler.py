@@ -25,9 +25,11 @@ XCODE = "/Library/Developer/CommandLineTools", "/Applications/Xcode.app"
 def list_flags() -> tuple[str, ...]:
     """For this system and processor, where libraries are built for what the processor has."""
     arm = platform.machine().lower() in ("aarch64", "arm64")
-    built_for = "-mcpu=native" if arm else "-march=x86-64-v3" if is_limited() else "-march=native"
+    # The first processor with AVX2; GCC before 11 does not know x86-64-v3. Else its tuning would be for that one, too.
+    limited = "-march=haswell", "-mtune=generic"
+    built_for = ("-mcpu=native",) if arm else limited if is_limited() else ("-march=native",)
     return (
-        *("-std=c++17", "-O3", built_for, *_use_openmp(), "-shared", "-fPIC", "-w"),
+        *("-std=c++17", "-O3", *built_for, *_use_openmp(), "-shared", "-fPIC", "-w"),
         # Sums may be reordered, as vectors need. Not -ffast-math: loading a library linked with it changes the rounding
         # of the whole process.
         *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),

@@ -36,6 +36,14 @@ namespace {
 using Element = uint16_t;
 #elif defined(FLOAT16) && defined(__aarch64__)
 using Element = __fp16;  // the older name, which more compilers know
+#elif defined(FLOAT16) && defined(__F16C__)
+// GCC before 12 and Clang before 15 have no type of such numbers here.
+struct Element {
+    uint16_t bits;
+    Element() = default;
+    Element(float wide) : bits(_cvtss_sh(wide, _MM_FROUND_TO_NEAREST_INT)) {}
+    operator float() const { return _cvtsh_ss(bits); }
+};
 #elif defined(FLOAT16)
 using Element = _Float16;
 #else
