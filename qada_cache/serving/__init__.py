@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from ..cache import QAdACache
-from ..models import forgets_states
+from ..models import forgets_states, identity
 from ..prefix_store.filling import keep_as_made
 from ..said_once import warn_once
 from ..versions import CACHE_NAMES, pass_cache
@@ -128,11 +128,12 @@ def generate(
     else:
         options = cache_options or {}
         terms: dict[str, Any] = {"options": keep_as_made(options) if store else options, "key": key}
-        stored = Stored(store, model, prompt, **terms)
-        conversation = pool.take(model, prompt, limits=limits, stored=stored.tokens, **terms)
-        if stored.tokens > conversation.cache.get_seq_length():
-            conversation.cache = stored.restore(kept)
-            pool.count_restored(conversation.cache.get_seq_length())
+        with identity.sample_once():
+            stored = Stored(store, model, prompt, **terms)
+            conversation = pool.take(model, prompt, limits=limits, stored=stored.tokens, **terms)
+            if stored.tokens > conversation.cache.get_seq_length():
+                conversation.cache = stored.restore(kept)
+                pool.count_restored(conversation.cache.get_seq_length())
         cache, rows, tokens = conversation.cache, 1, len(prompt) - conversation.cache.get_seq_length()
         logger.info("%d of %d prompt tokens were kept from an earlier call", len(prompt) - tokens, len(prompt))
     chunk_tokens = min(tokens, settings.prefill_chunk_size or tokens)
