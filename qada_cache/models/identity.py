@@ -4,6 +4,9 @@ import hashlib
 import json
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +22,8 @@ SAMPLED = 16  # values of each weight that stand for the whole
 # The last sampled contents of each model, and their digests.
 _samples: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[_Content], list[str]]]" = weakref.WeakKeyDictionary()
 _Content = tuple[bytes, bytes]  # name, shape and dtype; values, empty if there are none
+# By model, what was sampled since `sample_once` began in this thread; None outside.
+_sampled_once: "ContextVar[dict[PreTrainedModel, list[str]] | None]" = ContextVar("_sampled_once", default=None)
 
 
 def digest(model: PreTrainedModel) -> str:
@@ -77,11 +82,32 @@ def sample(model: PreTrainedModel) -> list[str]:
     tensors that it names as its parts, a weight that is split over processes by this process's part, and one that
     accelerate offloads by its place. Outputs of layers whose weights cannot be read follow, then peft's adapters.
 
-    Values are read at each call, as torch's version counters miss some writes to weights.
+    Values are read at each call, as torch's version counters miss some writes to weights; inside `sample_once` at the
+    first one.
 
     Raises:
         UntoldWeightsError: a layer's weights cannot be read, and no inputs were found that it takes.
     """
+    known = _sampled_once.get()
+    if known is None:
+        return _sample(model)
+    if model not in known:
+        known[model] = _sample(model)
+    return known[model]
+
+
+@contextmanager
+def sample_once() -> Iterator[None]:
+    """Inside, this thread samples each model's weights once: for a few lookups in a row, between which nobody writes to
+    weights."""
+    outer = _sampled_once.set({})
+    try:
+        yield
+    finally:
+        _sampled_once.reset(outer)
+
+
+def _sample(model: PreTrainedModel) -> list[str]:
     contents = Contents(model)
     sampled = _read_values(contents.weights)
     sampled += [(f"{name} content".encode(), content) for name, content in contents.others.items()]

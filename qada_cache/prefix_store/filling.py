@@ -68,8 +68,11 @@ def flush(cache: QAdACache) -> None:
 
     def absorb_nothing(layer: QAdALayer) -> None:
         if (store := layer.store) is not None and store.end > store.window:
-            layer.drop_plans()
+            if store.outgrows(0):
+                layer.drop_plans()  # they would keep the old buffers beside the new ones
             store.absorb(store.near_keys[:, :, :0], store.near_values[:, :, :0], None)
+            for asker in layer.askers:
+                asker.drop_old_plans(store.version)
 
     cache._change("keep", absorb_nothing, lambda layer, index: None)
 
@@ -80,10 +83,10 @@ def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
     tensors = []
     for layer in list_layers(cache):
         assert layer.store is not None
-        keys, values = layer.store.copy_tokens(slice(row, row + 1), start, stop)
+        keys, values = layer.store.copy_tokens(slice(row, row + 1), start, stop, on_host=True)
         code = sketches.find_code(layer.store, row, start, stop)
         beside = coded.copy_beside(layer, row, start, stop)
-        tensors.append({"keys": keys[0].cpu(), "values": values[0].cpu(), **code, **beside})
+        tensors.append({"keys": keys[0], "values": values[0], **code, **beside})
     return tensors
 
 

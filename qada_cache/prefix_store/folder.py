@@ -218,7 +218,8 @@ class Folder:
     def make_room(self, listing: Listing, size: int, spared: set[Name]) -> bool:
         """Remove the least recently used segments, but none of `spared`, until their files have at most `size` bytes.
         False if these have more."""
-        total = listing.bytes
+        if (total := listing.bytes) <= size:  # as before most files
+            return True
         for file in listing.sort_by_use():
             if total <= size:
                 break

@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from ..cache import QAdACache
-from ..models import forgets_states
+from ..models import forgets_states, identity
 from ..prefix_store.filling import keep_as_made
 from ..said_once import warn_once
 from ..versions import CACHE_NAMES, pass_cache
@@ -128,18 +128,20 @@ def generate(
     else:
         options = cache_options or {}
         terms: dict[str, Any] = {"options": keep_as_made(options) if store else options, "key": key}
-        stored = Stored(store, model, prompt, **terms)
-        conversation = pool.take(model, prompt, limits=limits, stored=stored.tokens, **terms)
-        if stored.tokens > conversation.cache.get_seq_length():
-            conversation.cache = stored.restore(kept)
-            pool.count_restored(conversation.cache.get_seq_length())
+        with identity.sample_once():
+            stored = Stored(store, model, prompt, **terms)
+            conversation = pool.take(model, prompt, limits=limits, stored=stored.tokens, **terms)
+            if stored.tokens > conversation.cache.get_seq_length():
+                conversation.cache = stored.restore(kept)
+                pool.count_restored(conversation.cache.get_seq_length())
         cache, rows, tokens = conversation.cache, 1, len(prompt) - conversation.cache.get_seq_length()
         logger.info("%d of %d prompt tokens were kept from an earlier call", len(prompt) - tokens, len(prompt))
     chunk_tokens = min(tokens, settings.prefill_chunk_size or tokens)
     given_tokens = ids.shape[-1] if isinstance(ids, Tensor) else 0
     new_tokens = settings.max_new_tokens or max(0, (settings.max_length or 0) - given_tokens)
     all_tokens = rows * (tokens + new_tokens)
-    needed = estimate_bytes(model, all_tokens, rows * chunk_tokens, cache.options.bulk_bits)
+    held = cache.options
+    needed = estimate_bytes(model, all_tokens, rows * chunk_tokens, held.bulk_bits, offloading=held.offloading)
     try:
         with reserve_memory(tokens, needed, kept):
             output = stock(**arguments | pass_cache(cache))

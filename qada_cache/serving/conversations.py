@@ -19,6 +19,7 @@ from ..cache import QAdACache
 from ..forked import renew
 from ..models import identity
 from ..models.asking import UntoldWeightsError
+from ..prefix_store.coded import find_device
 from ..said_once import warn_once
 from ..stats import count_bytes
 from .memory import find_host_memory
@@ -64,6 +65,7 @@ class Conversation:
     tokens: Tensor  # token ids [tokens] of the cache, on the host
     continued: bool = False  # whether a second call has taken it; a prompt that is asked once never is
     bytes: int = 0  # of the cache, on host and devices
+    host_bytes: int = 0  # those of them in the host's memory
     used: float = 0.0  # time of the last use, by `time.monotonic`
 
     def count_shared(self, prompt: Tensor) -> int:
@@ -146,7 +148,9 @@ class Conversations:
 
     def keep(self, taken: Conversation, tokens: Tensor, limits: Limits) -> None:
         """Keep a taken conversation, whose cache now has `tokens` `[tokens]` (on the host), unless it is too large."""
-        taken.tokens, taken.bytes, taken.used = tokens, sum(count_bytes(taken.cache)), time.monotonic()
+        on_device, on_host = count_bytes(taken.cache)
+        taken.tokens, taken.bytes, taken.used = tokens, on_device + on_host, time.monotonic()
+        taken.host_bytes = taken.bytes if find_device(taken.cache).type == "cpu" else on_host
         with self._lock:
             if taken.bytes > limits.bytes:
                 self._counters["evicted"] += 1
@@ -154,6 +158,11 @@ class Conversations:
                 self._make_room(limits, size=taken.bytes)
                 self._kept.append(taken)
             self._drop_old(limits)
+
+    def count_host_bytes(self) -> int:
+        """Bytes of the kept caches in the host's memory."""
+        with self._lock:
+            return sum(conversation.host_bytes for conversation in self._kept)
 
     def forget(self) -> None:
         """Drop all conversations."""
@@ -210,9 +219,9 @@ class AllConversations:
         """Drop one; returns whether there was one."""
         return any(each.forget_one() for each in self._list())
 
-    def count_bytes(self) -> int:
-        """Bytes of their caches, on host and devices."""
-        return sum(each.counters()["bytes"] for each in self._list())
+    def count_host_bytes(self) -> int:
+        """Bytes of their caches in the host's memory."""
+        return sum(each.count_host_bytes() for each in self._list())
 
 
 def counters(model: PreTrainedModel) -> dict[str, int]:

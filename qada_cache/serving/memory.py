@@ -15,10 +15,11 @@ import psutil  # which accelerate requires
 from transformers import PreTrainedModel
 
 from ..forked import renew
-from ..models import list_token_sizes, read_sizes
+from ..models import find_inputs_device, list_token_sizes, read_sizes
 from ..sketch import MIN_TOKENS
 from ..sketch.coded import RecordLayout
 from ..state import BULK_BITS
+from ..storage import pinned
 
 _GROUPS = Path("/proc/self/cgroup")
 _TREE = Path("/sys/fs/cgroup")
@@ -73,10 +74,13 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def estimate_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits: int = BULK_BITS) -> int:
+def estimate_bytes(
+    model: PreTrainedModel, tokens: int, at_once: int, bulk_bits: int = BULK_BITS, *, offloading: bool = True
+) -> int:
     """Bytes of host memory that `tokens` more tokens take at the peak, `at_once` of them in one pass: an estimate on
     the high side. It counts each layer's keys and values, or records with the last tokens in full precision, with
-    sketch and room to grow, and one layer's activations on the host."""
+    sketch and room to grow, and one layer's activations on the host. If the model computes elsewhere, activations are
+    not on the host, nor is a cache without `offloading`."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:  # only linear layers, whose states do not grow
         return 0
@@ -92,7 +96,9 @@ def estimate_bytes(model: PreTrainedModel, tokens: int, at_once: int, bulk_bits:
     widest = max(wide) if isinstance(wide, (list, tuple)) else wide
     activation_bytes = (3 * widest + 8 * config.hidden_size) * element_bytes + 8 * heads * dim * 4  # of one token
     cache_bytes = layers * kv_heads * (tokens * token_bytes + last_bytes)
-    return int(cache_bytes + (at_once * activation_bytes if model.device.type == "cpu" else 0))
+    if find_inputs_device(model).type != "cpu":
+        return int(cache_bytes) if offloading else 0
+    return int(cache_bytes + at_once * activation_bytes)
 
 
 class Kept(Protocol):
@@ -101,8 +107,8 @@ class Kept(Protocol):
     def forget_one(self) -> bool:
         """Drop one; returns whether there was one."""
 
-    def count_bytes(self) -> int:
-        """Bytes of their caches, on host and devices."""
+    def count_host_bytes(self) -> int:
+        """Bytes of their caches in the host's memory."""
 
 
 @contextlib.contextmanager
@@ -110,13 +116,15 @@ def reserve_memory(tokens: int, needed: int, kept: Kept) -> Iterator[None]:
     """Set `needed` bytes aside while a call that reads `tokens` tokens is under way.
 
     Memory that calls under way have taken is counted, and so is all that they reserved. So calls together take less
-    than there is. Conversations of `kept` are dropped, one after the other, unless all together would be too few.
-    MemoryError, if less is left.
+    than there is. If less is left, unused pinned memory goes back to the system. Conversations of `kept` are dropped
+    then, one after the other, unless all together would be too few. MemoryError, if less is left after that.
     """
     with _lock:
-        # Measured anew after each: the memory of a dropped cache need not go back to the system.
-        while (left := find_memory_left() - sum(_reserved)) < needed <= left + kept.count_bytes() and kept.forget_one():
-            pass
+        # Measured anew after each step: the memory of a dropped cache need not go back to the system, and what it has
+        # pinned does not before it is released.
+        while (left := find_memory_left() - sum(_reserved)) < needed:
+            if not pinned.release() and not (needed <= left + kept.count_host_bytes() and kept.forget_one()):
+                break
         if left < needed:
             raise MemoryError(
                 f"to read {tokens} tokens takes about {needed / 2**20:,.0f} MiB of host memory and "

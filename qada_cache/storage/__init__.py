@@ -16,6 +16,7 @@ from .coded_bulk import CodedBulk
 from .latent_sketch import LatentSketch
 from .near import NearTokens, Pair
 from .placement import Placement
+from .reading import read_on_host
 from .versioned import Buffer
 
 PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many
@@ -251,16 +252,19 @@ class TokenStore(NearTokens):
         for counts in (self.exact, self.alike) if exact else (self.alike,):
             counts[:] = map(_grow, counts, before, self.lengths)
 
-    def copy_tokens(self, rows: slice, start: int, stop: int) -> Pair:
-        """Copies, on the compute device, of real tokens `start..stop` of rows alike, wherever these are stored."""
+    def copy_tokens(self, rows: slice, start: int, stop: int, *, on_host: bool = False) -> Pair:
+        """Copies of real tokens `start..stop` of rows alike, on the compute device or `on_host`, wherever they lie."""
         gone = self.flushed[rows.start]
         sinks, recent = slice(start, min(stop, gone, self.sinks)), slice(max(start - gone, 0), max(stop - gone, 0))
         parts = [(self.near_keys[rows, :, sinks], self.near_values[rows, :, sinks])]
         first, last = max(start, self.sinks), min(stop, gone)
         if first < last:
-            parts.append(self.bulk.read(rows, slice(None), first - self.sinks, last - self.sinks))
+            read = partial(read_on_host, self.bulk, rows) if on_host else partial(self.bulk.read, rows, slice(None))
+            parts.append(read(first - self.sinks, last - self.sinks))
         keys, values = self._view_recent(rows)
         parts.append((keys[:, :, recent], values[:, :, recent]))
+        if on_host:
+            parts = [(keys.cpu(), values.cpu()) for keys, values in parts]
         return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))
 
     def _flush(self, rows: slice, recent: Pair, *, exact: bool) -> Pair:

@@ -3,8 +3,8 @@
 Torch rounds the size of pinned memory up to a power of two, so up to twice what is asked for, and the driver maps its
 pages one by one. The mappings here have huge pages, which all threads touch before they are pinned.
 
-Copies and kernels may be under way when a tensor is dropped. So its memory stays pinned until more is asked for. Then
-it is used again or freed, after the devices have been waited for.
+Copies and kernels may be under way when a tensor is dropped. So its memory stays pinned until more is asked for, or
+memory runs short (`release`). Then it is used again or freed, after the devices have been waited for.
 """
 
 import contextlib
@@ -62,22 +62,40 @@ def _take_idle(size: int) -> mmap.mmap | None:
     """Unused pinned memory of `size` bytes up to `REUSED` times that. If there is none: None, and all unused pinned
     memory is freed."""
     with transfers.WAITING:  # caches in several threads ask for memory
-        if retired := [_retired.pop() for _ in range(len(_retired))]:
-            try:
-                for device in tuple(_devices):
-                    _synchronize(device)
-            except BaseException:  # devices may still use it
-                _retired.extend(retired)
-                raise
-            _idle.extend(retired)
+        _wait_for_retired()
         fitting = [memory for memory in _idle if size <= len(memory) <= REUSED * size]
         if fitting:
             _idle.remove(best := min(fitting, key=len))
             return best
-        while _idle:
-            _unregister(_find_address(_idle[-1]))  # before `del` unmaps its pages
-            del _idle[-1]
+        _free_idle()
     return None
+
+
+def release() -> int:
+    """Give all unused pinned memory back to the system; returns its bytes. RuntimeError, if CUDA does not let it go."""
+    with transfers.WAITING:
+        _wait_for_retired()
+        freed = sum(map(len, _idle))
+        _free_idle()
+    return freed
+
+
+def _wait_for_retired() -> None:
+    """Wait for devices that may still use memory whose tensors are gone, so that it is idle then."""
+    if retired := [_retired.pop() for _ in range(len(_retired))]:
+        try:
+            for device in tuple(_devices):
+                _synchronize(device)
+        except BaseException:  # devices may still use it
+            _retired.extend(retired)
+            raise
+        _idle.extend(retired)
+
+
+def _free_idle() -> None:
+    while _idle:
+        _unregister(_find_address(_idle[-1]))  # before `del` unmaps its pages
+        del _idle[-1]
 
 
 def _pin(size: int, device: torch.device) -> mmap.mmap:

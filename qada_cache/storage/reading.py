@@ -95,6 +95,15 @@ def _find_room(keys: Tensor, values: Tensor, span: Span) -> int:
     return min(part.stride(1) // part.stride(2) - part.shape[2] for part in (keys, values))
 
 
+def read_on_host(bulk: Bulk, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """As `Bulk.read` of all heads, but on the host. Keys and values that are stored there do not go to the device."""
+    if bulk.offloaded and not bulk.beside:
+        bulk.synchronize()
+        return bulk.keys[rows, :, start:stop], bulk.values[rows, :, start:stop]
+    keys, values = bulk.read(rows, slice(None), start, stop)
+    return keys.cpu(), values.cpu()
+
+
 def view_beside(bulk: Bulk) -> list[tuple[Tensor, Tensor]]:
     """Keys and values, as the model made them, of tokens that a bulk whose rows are alike holds beside `tensors`."""
     tokens = bulk.lengths[0] - bulk.stored[0]

@@ -16,6 +16,7 @@ from recorded_graph import RecordedGraph
 from qada_cache import QAdACache, decode_graph
 from qada_cache.decode_graph.capturing import GRAPHS
 from qada_cache.decode_graph.step import Places
+from qada_cache.prefix_store.filling import flush
 from qada_cache.versions import pass_cache
 
 
@@ -206,3 +207,21 @@ def test_the_graph_of_a_changed_model_is_not_compared(device: str) -> None:
         decode(model, cache, 2, start=10)
     assert not any(cache._decode_graph.failed for cache in caches)
     assert RecordedGraph.replays == before + 4
+
+
+@torch.inference_mode()
+def test_a_store_ends_no_graph(device: str) -> None:
+    """A prompt that is kept has its pending tokens flushed: into buffers of the same addresses."""
+    model, outputs = tiny().to(device), []
+    for on in (False, True):
+        cache = make(model, token_threshold=0.0, cuda_graph=on)
+        found = [decode(model, cache, 6)]
+        if on:
+            graph, replays = cache._decode_graph._graph, RecordedGraph.replays
+            assert graph is not None
+        assert cache.layers[0].store.end > cache.layers[0].store.window
+        flush(cache)
+        outputs.append(torch.cat([*found, decode(model, cache, 4, start=6)]))
+    assert cache._decode_graph._graph is graph
+    assert RecordedGraph.replays == replays + 4
+    assert torch.allclose(*outputs, atol=1e-5)

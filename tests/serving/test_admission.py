@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from calling import NEW, Reads, ours, said
+from calling import EXACT, NEW, Reads, ours, said
 from models import prompt, tiny
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from qada_cache.serving import counters, memory
-from qada_cache.serving.conversations import AllConversations, Conversations
+from qada_cache.serving import conversations, counters, memory
+from qada_cache.serving.conversations import AllConversations, Conversations, find_conversations
 
 MIB = 2**20
 BURST = """
@@ -160,6 +160,39 @@ def test_what_is_needed_follows_the_tokens_and_chunks(chunk: int | None) -> None
     assert memory.estimate_bytes(model.to(torch.bfloat16), 1000, 0) == int(1000 * kept / 2)
     mamba = MambaForCausalLM._from_config(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1))
     assert memory.estimate_bytes(mamba, 1000, 1000) == 0  # states do not grow
+
+
+def test_a_cache_on_the_device_takes_no_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its tokens nor activations count; files of a stored conversation do while they are read."""
+    model, ids = tiny(), said(300)
+    monkeypatch.setattr(memory, "find_inputs_device", lambda _: torch.device("cuda"))
+    leave(monkeypatch, 0)
+    options = {**EXACT, "offloading": False}
+    assert ours(model, ids, options, conversations_store=tmp_path).shape[1] == 300 + NEW
+    find_conversations(model).forget()
+    with pytest.raises(MemoryError, match="to read 299 tokens"):
+        ours(model, ids, options, conversations_store=tmp_path)
+    leave(monkeypatch, memory.estimate_bytes(model, 299, 0) / MIB)
+    ours(model, ids, options, conversations_store=tmp_path)
+    assert counters(model)["restored"] == 1
+    with pytest.raises(MemoryError, match="to read 312 tokens"):
+        ours(model, said(312), EXACT)
+
+
+def test_conversations_on_the_device_are_not_dropped_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would free none."""
+    model = tiny()
+    ours(model, said(300))
+    held = counters(model)["bytes"]
+    assert AllConversations(find_conversations(model)).count_host_bytes() == held
+    monkeypatch.setattr(conversations, "find_device", lambda _: torch.device("cuda"))
+    find_conversations(model).forget()
+    ours(model, said(300), {**EXACT, "offloading": False})
+    assert counters(model)["bytes"] > 0
+    leave(monkeypatch, (memory.estimate_bytes(model, 90 + NEW, 90) - 1) / MIB)
+    with pytest.raises(MemoryError):
+        ours(model, prompt(90, seed=5)[0])
+    assert counters(model)["conversations"] == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits its own address space")

@@ -130,7 +130,7 @@ def test_memory_is_freed_of_another_models_conversations_too(
     own.ask(tokens(90, seed=1))
     other.ask(tokens(90, seed=2))
     every = AllConversations(find_conversations(model))
-    both = every.count_bytes()
+    both = every.count_host_bytes()
     assert both >= own.counters()["bytes"] + other.counters()["bytes"]
     assert every.forget_one()
     assert [kept.counters()["conversations"] for kept in (own, other)] == [0, 1]

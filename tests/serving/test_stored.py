@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from qada_cache import PrefixStore, QAdACache
 from qada_cache.attention.indexed import IndexedLayer
+from qada_cache.models import identity
 from qada_cache.serving import counters
 from qada_cache.serving.conversations import find_conversations
 
@@ -163,6 +164,24 @@ def test_models_without_full_attention(tmp_path: Path, caplog: pytest.LogCapture
     caplog.set_level(logging.WARNING)
     assert torch.equal(ours(model, said(40), conversations_store=tmp_path), stock(model, said(40), None))
     assert "conversations are not stored: PrefixStore keeps no prompts of mistral" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, EXACT], ids=["default", "exact"])
+def test_weights_are_sampled_once_before_a_turn_and_once_after_it(
+    model: PreTrainedModel, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn that goes on with a conversation in memory, and one that reads it from the store."""
+    ids = said(ours(model, said(300), options, conversations_store=tmp_path), 7)
+    sampled: list[int] = []
+    read = identity._read_values
+    monkeypatch.setattr(identity, "_read_values", lambda weights: sampled.append(len(weights)) or read(weights))
+    for continued in (1, 1):
+        ids = said(ours(model, ids, options, conversations_store=tmp_path), 7)
+        assert len(sampled) == 2
+        assert counters(model)["continued"] == continued
+        sampled.clear()
+        forget(model)
+    assert counters(model)["restored"] == 1
 
 
 def test_a_store_that_is_none(model: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ from models import SMALL, generate, prompt, tiny
 from stand_in import accelerator, on_gpu
 
 from qada_cache import QAdACache
+from qada_cache.serving import memory
 from qada_cache.storage import pinned
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.placement import Placement
@@ -159,6 +160,36 @@ def test_memory_that_cuda_refuses(cuda: Registered, monkeypatch: pytest.MonkeyPa
         pinned.make((PAGE,), torch.uint8, CUDA)
     assert not pinned._held
     assert not pinned._retired
+
+
+class Kept:
+    """Stands in for kept conversations: three of 2 pinned pages each."""
+
+    def __init__(self) -> None:
+        self.caches = [pinned.make((2 * PAGE,), torch.uint8, CUDA) for _ in range(3)]
+
+    def forget_one(self) -> bool:
+        self.caches.pop()
+        return True
+
+    def count_host_bytes(self) -> int:
+        return sum(map(pinned.count_bytes, self.caches))
+
+
+@pytest.mark.parametrize(("needed", "freed", "dropped"), [(2, 0, 0), (6, 4, 0), (8, 6, 1), (12, 10, 3), (13, 4, 0)])
+def test_serving_frees_what_dropped_caches_have_pinned(
+    needed: int, freed: int, dropped: int, cuda: Registered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a request needs it: that of a cache of 4 pages which is gone, then that of one conversation after the other. A
+    process may have 12 pages here."""
+    kept = Kept()
+    pinned.make((4 * PAGE,), torch.uint8, CUDA)
+    monkeypatch.setattr(memory, "find_memory_left", lambda: 12 * PAGE - sum(cuda.there.values()))
+    refused = pytest.raises(MemoryError) if needed > 12 else contextlib.nullcontext()
+    with refused, memory.reserve_memory(1, needed * PAGE, kept):
+        pass
+    assert sum(cuda.there.values()) == (10 - freed) * PAGE
+    assert len(kept.caches) == 3 - dropped
 
 
 @pytest.mark.parametrize(("chunk", "told", "most"), [
