@@ -6,12 +6,15 @@ For example:
 """
 
 import argparse
+import socket
 import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 from qada_cache.serving import make_folder
 
@@ -22,13 +25,21 @@ parser.add_argument("--new-tokens", type=int, default=64)
 parser.add_argument("questions", nargs="+")
 options = parser.parse_args()
 
+socket.create_server(("localhost", int(options.port))).close()  # OSError if another server has the port
 with TemporaryDirectory() as scratch:
     served = Path(scratch, "served")
     make_folder(options.model, served)  # links to the model's files, and our generate.py
-    command = ["transformers", "serve", str(served), "--trust-remote-code", "--port", options.port]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(served), "--trust-remote-code"]
+    command += ["--port", options.port]
     server = subprocess.Popen([*command, "--log-level", "info"])  # the log says how many tokens were kept
     try:
-        client = OpenAI(base_url=f"http://localhost:{options.port}/v1", api_key="none", max_retries=20)
+        client = OpenAI(base_url=f"http://localhost:{options.port}/v1", api_key="none")
+        while server.poll() is None:
+            with suppress(APIConnectionError):
+                client.models.list()
+                break
+        else:
+            raise SystemExit("the server has ended, as it says above")
         messages = []
         for question in options.questions:
             messages.append({"role": "user", "content": question})

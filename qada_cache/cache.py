@@ -74,8 +74,8 @@ class QAdACache(WatchedCache):
             "dense", "oracle" and a threshold of 1.
         sketch_bits: bits a value, on average, of the sketch, a copy of the bulk's keys on the compute device: 0.5 to 4.
         bulk_bits: 16: the bulk is as the model made it. 8 or 4: its tokens are read in about so many bits a value, the
-            sketch's included, in layers whose heads have multiples of 8 channels, and a sketch is kept. None: 8 for a
-            model on a CPU if its tokens are selected in the metric of its queries, else 16.
+            sketch's included, in layers whose heads have multiples of 8 channels, and a sketch is kept. None: 8 on a
+            CPU if tokens are selected in the metric of another prompt's queries (of `moments`), else 16.
         prefill_threshold: 0: a first prompt is read exactly. Above: keys are read that get so many times an even share,
             on CPUs with AVX2 and FMA or NEON, from some 1,300 tokens on, where an estimate stands for others, and by
             Triton on GPUs, from 1,024 tokens on, where a sample does. None: 0, or as `tuned`.

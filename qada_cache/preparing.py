@@ -39,7 +39,7 @@ def prepare(
 
     - Moments by a prompt's name are collected, unless they are kept already, and kept in memory and in the user's cache
       folder (`QADA_HOME`). Later caches of the model find them by name, without a tokenizer.
-    - The kernels for decode steps on a CPU are compiled (about two seconds each) and kept in the same folder, if the
+    - The kernels for decode steps on a CPU are compiled (two to six seconds each) and kept in the same folder, if the
       model has parameters on a CPU, and unless `kernels` forbids it. Without a compiler there is a warning.
     - On a GPU Triton's kernels are tried, and compiled for the model's sizes and these options, for single tokens and
       short turns, of one row or rows that differ in length. Single tokens of equal rows have them compiled when first
@@ -61,7 +61,7 @@ def prepare(
     shared = QAdACache(model, moments=CURRENT, **{**options, "tuned": False})._shared
     tuned_choice.check_left_out(replace(shared.options, tuned=options.get("tuned", False)))
     _, other = split_sources(moments)
-    if other in PROMPTS and shared.options.criterion == "gaussian" and shared.model.layers:
+    if other in PROMPTS and shared.options.uses_moments and shared.model.layers:
         load_default_moments(model, str(other), tokenizer, shared.model.shard)
     shared = QAdACache(model, moments=moments, **options)._shared
     if not shared.model.layers:
@@ -72,9 +72,7 @@ def prepare(
             _build_latent_kernels(device, model.dtype, shared)
         return
     _, heads, kv_heads, dim = read_sizes(shared.model.config)
-    others = shared.options.other_moments
-    seen = shared.options.query_energies if others is None else others
-    if seen is not None:  # configs of some models have other numbers
+    if (seen := shared.options.other_moments) is not None:  # configs of some models have other numbers
         _, kv_heads, dim = seen.shape
     differing = list_sizes(shared.model.config)
     for of_heads in set(differing) if len(differing) > 1 else ((heads, kv_heads, dim),):

@@ -122,11 +122,12 @@ class CacheStats:
             decided += f": query heads local {self.sparsity:.1%}, KV heads local {self.kv_sparsity:.1%}"
         if self.dense_bulk_bytes:
             decided += f", {self.read_share:.1%} of the bulk's bytes read"
+        read = (self.bulk_read_bytes + self.sketch_read_bytes) / 2**20
         streamed = f", by exact calls {self.streamed_bytes / 2**20:.1f} MiB" if self.streamed_bytes else ""
         prompts = f", {self.prompt_read_share:.1%} of the pairs of prompts computed" if self.prompt_pairs else ""
         return (
             f"{self.tokens} tokens, {decided}; device {self.device_bytes / 2**20:.1f} MiB, host "
-            f"{self.host_bytes / 2**20:.1f} MiB, read {self.bulk_read_bytes / 2**20:.1f} MiB{streamed}{prompts}"
+            f"{self.host_bytes / 2**20:.1f} MiB, read {read:.1f} MiB{streamed}{prompts}"
         )
 
 

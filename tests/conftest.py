@@ -48,8 +48,8 @@ def keep_bits(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def bits_as_made() -> Iterator[pytest.MonkeyPatch]:
-    """A bulk is in the model's dtype unless a test sets `bulk_bits`: the default depends on whether an earlier test had
-    the model's query energies measured. Other processes that tests start use the default."""
+    """A bulk is in the model's dtype unless a test sets `bulk_bits`. Other processes that tests start use the
+    default."""
     with pytest.MonkeyPatch.context() as patch:
         keep_bits(patch)
         yield patch

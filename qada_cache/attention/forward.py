@@ -133,7 +133,7 @@ def attention_forward(
     `QAdALayer.adaptive_tokens`, or of a chunk of `generate`'s prompt, or with a mask that is not causal among its
     tokens, is exact attention over everything; any other is query-adaptive. NotImplementedError, if the model asks for
     something this cache does not compute; RuntimeError in training mode, or at keys of a cache already used with
-    another model; ValueError at a mask this cache cannot follow.
+    another model; ValueError at a mask this cache cannot follow; TypeError at a cache that the model does not read.
     """
     kwargs.update(scaling=scaling, dropout=dropout)
     layer = getattr(key, "_qada_layer", None)
@@ -143,6 +143,7 @@ def attention_forward(
         if is_lending() and hasattr(module, "is_kv_shared_layer"):  # modules of models whose layers share keys
             _check_shared_keys(module)
         if not torch.compiler.is_compiling():
+            generation.check_name(kwargs)
             generation.warn_of_unused(module, key.shape[-2])
         return base(module, query, key, value, attention_mask, **kwargs)
     return _attend(layer, base, module, query, key, value, attention_mask, kwargs)

@@ -10,12 +10,13 @@ from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
+import transformers
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..models import rope_deltas
 from ..said_once import warn_once
-from ..versions import CACHE
+from ..versions import CACHE, CACHE_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,16 @@ def find_dropped(decoder: nn.Module, kwargs: dict[str, Any]) -> Any:
         )
     cache.reset()
     return cache
+
+
+def check_name(kwargs: dict[str, Any]) -> None:
+    """Raise TypeError if a QAdACache came to attention as a keyword that this version of transformers does not read:
+    models pass it on, and the cache stays empty. Newer ones read it."""
+    if CACHE_NAMES[0] != CACHE and hasattr(kwargs.get(CACHE_NAMES[0]), "_decode_graph"):
+        raise TypeError(
+            f"transformers {transformers.__version__} has no keyword {CACHE_NAMES[0]}=: give the model a QAdACache as "
+            f"{CACHE}="
+        )
 
 
 def warn_of_unused(module: nn.Module, tokens: int) -> None:

@@ -16,7 +16,7 @@ from ..kernels import cpu
 from ..kernels.cpu import latent
 from ..kernels.cpu.building import has_compiler
 from ..key_moments import KeyMoments
-from ..key_moments.defaults import combine_sources, find_energies, resolve_moments, split_sources
+from ..key_moments.defaults import combine_sources, resolve_moments, split_sources
 from ..key_moments.rotation import read_rope_settings
 from ..models import attends_twice, check_loaded, find_long_window, list_sizes, read_sizes
 from ..models.latent import INDEXED, find_latent_sizes
@@ -124,14 +124,15 @@ def make_layer(shared: Shared, index: int) -> QAdALayer:
 
 
 def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) -> Options:
-    """These options with the moments that they ask for, loaded or collected if they are needed. Latents are read
-    whole unless another criterion was `chosen`. ValueError, if moments or static heads are not of this model; other
+    """These options with the moments that they ask for, loaded or collected if they are needed, and the query energies
+    of these moments' prompt: none of `"current"`, whatever is kept. Latents are read whole unless another criterion was
+    `chosen`. ValueError, if moments or static heads are not of this model; other
     errors as by `resolve_moments` and `resolve_latent_options`."""
     if managed.latents is not None:
         options = resolve_latent_options(options, managed.config, chosen=chosen)
         if options.criterion == "dense":
             return options
-    used = options.criterion == "gaussian" and bool(managed.layers)
+    used = options.uses_moments and bool(managed.layers)
     current, other = resolve_moments(
         options.moments, model=managed.get(), config=managed.whole_config, used=used, shard=managed.shard
     )
@@ -146,8 +147,6 @@ def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) ->
         _check_moments(other, managed.config)
     asked = combine_sources(current, other) if used else options.moments  # files are not read again
     energies = None if other is None else other.query_energies
-    if energies is None and (options.selects_tokens or options.codes_tokens) and managed.layers:
-        energies = find_energies(managed.get(), managed.whole_config)
     return replace(options, moments=asked, current_moments=current, other_moments=other, query_energies=energies)
 
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import files
@@ -126,20 +125,6 @@ def load_default_moments(
             moments = _collect(model, prompt, tokenizer, path, shard)
         assert moments is not None  # cached, or collected above
         return _remember(model, prompt, path, moments)
-
-
-def find_energies(model: PreTrainedModel | None, config: PreTrainedConfig) -> Tensor | None:
-    """The cached query energies of a model, or of the one that the config names: float32 `[layers, kv_heads, dim]`
-    (`KeyMoments.query_energies`); None if there are none yet."""
-    prompt = DEFAULT_MOMENTS.removeprefix(f"{CURRENT}+")
-    if model is None:
-        moments = find_moments(config, prompt)
-    else:
-        with _remembering:
-            path = _find_path(model, prompt)
-            if (moments := _find_cached(model, prompt, path)) is not None:
-                _remember(model, prompt, path, moments)
-    return None if moments is None else moments.query_energies
 
 
 def find_moments(config: PreTrainedConfig, prompt: str) -> KeyMoments | None:

@@ -48,6 +48,17 @@ def describe_coded(options: Options) -> str:
     return make_digest([CODED, *values], options.query_energies)
 
 
+def is_coded_by_options(layer: QAdALayer) -> bool:
+    """Whether records were coded by the query energies of the cache's options. Those of a fork by other moments were
+    not, nor are those of its file: what they were coded by stays with them."""
+    assert layer.store is not None
+    sketch = layer.store.bulk.sketch
+    assert sketch is not None  # records lie behind one
+    energies, held = layer.find_query_energies(*sketch.mean_key.shape[1:]), sketch.energies
+    assert held is not None
+    return torch.equal(held.cpu(), torch.ones_like(held, device="cpu") if energies is None else energies.cpu())
+
+
 def store_row(
     folder: Folder,
     listing: Listing,

@@ -93,13 +93,16 @@ def copy_tokens(cache: QAdACache, row: int, start: int, stop: int) -> Layers:
 def store_tokens(
     folder: Folder, listing: Listing, cache: QAdACache, place: int, row: Sequence[int], **arguments: Any
 ) -> tuple[int, int]:
-    """Store a row of a cache whose tokens are `row`, or begin with it, as `store_row` and `coded.store_row`."""
+    """Store a row of a cache whose tokens are `row`, or begin with it, as `store_row` and `coded.store_row`:
+    nothing, if caches with its options would read other keys from its records."""
     layers, options = list_layers(cache), cache.options
     store = layers[0].store
     assert store is not None
     alike = min(store.alike[place], len(row))
     arguments["snapshots"] = cache.take_snapshots() if store.batch == 1 else []
     if isinstance(store.bulk, CodedBulk):
+        if not all(map(coded.is_coded_by_options, layers)):
+            return 0, 0
         arguments["reading"] = coded.describe_coded(options)
         return coded.store_row(folder, listing, layers, place, tokens=row[:alike], **arguments)
     reading = describe_reading(options)

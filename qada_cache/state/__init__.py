@@ -129,6 +129,11 @@ class Options:
         return self.bulk_bits != BULK_BITS
 
     @property
+    def uses_moments(self) -> bool:
+        """Whether heads decide by moments, or tokens are coded in the metric of their prompt's queries."""
+        return self.criterion == "gaussian" or self.selects_tokens or self.codes_tokens
+
+    @property
     def tracks_moments(self) -> bool:
         """Whether layers keep running moments of the prompt being read."""
         return self.criterion == "gaussian" and self.current_moments

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from qada_cache import QAdACache
-from qada_cache.attention import support
 from qada_cache.kernels.cpu import compiled_decode, compiler
 from qada_cache.serving.memory import estimate_bytes
 from qada_cache.storage.bulk import Bulk
@@ -207,22 +206,20 @@ def test_the_compiled_kernel_answers_like_torch(bits: int, options: dict[str, An
 
 
 @pytest.mark.usefixtures("default_bits")
-def test_none_is_8_where_a_kernel_reads_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_is_8_where_a_kernel_reads_records() -> None:
     """`bulk_bits` None is 8 on a CPU with query energies, if a kernel selects tokens; otherwise it is 16."""
     model = tiny()
-    monkeypatch.setattr(support, "find_energies", lambda *_: None)
-    assert QAdACache(model, moments="current").options.bulk_bits == 16
-    monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 2, 8))
     for bits, options in (
         (8, {}),
+        (16, {"moments": "current"}),  # without energies, though they are kept by now
         (16, {"kernels": "torch"}),
         (16, {"token_threshold": 0.0}),
         (16, {"criterion": "dense"}),
         (16, {"threshold": 1.0}),
         (4, {"bulk_bits": 4, "threshold": 1.0}),
     ):
-        assert QAdACache(model, moments="current", **options).options.bulk_bits == bits
-    assert QAdACache(config=model.config, moments="current").options.bulk_bits == 16
+        assert QAdACache(model, **options).options.bulk_bits == bits
+    assert QAdACache(config=model.config).options.bulk_bits == 16
 
 
 @pytest.mark.usefixtures("default_bits")
@@ -236,27 +233,24 @@ def test_none_is_8_where_a_kernel_reads_records(monkeypatch: pytest.MonkeyPatch)
     ],
     ids=["caps scores", "float64", "large groups", "odd heads"],
 )
-def test_where_no_kernel_decodes_none_is_16(
-    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 2, 8))
-    assert QAdACache(tiny(family, **changes), moments="current", **SMALL).options.bulk_bits == 16
+def test_where_no_kernel_decodes_none_is_16(family: str, changes: dict[str, Any]) -> None:
+    options = QAdACache(tiny(family, **changes), **SMALL).options
+    assert options.query_energies is not None
+    assert options.bulk_bits == 16
 
 
 @pytest.mark.usefixtures("default_bits")
-def test_none_is_8_of_latents_among_which_heads_select(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 1, 24))
-    selecting, odd = {"criterion": "gaussian", "moments": "current"}, {"kv_lora_rank": 12, "qk_rope_head_dim": 12}
-    assert QAdACache(tiny("deepseek_v3"), **selecting).options.bulk_bits == 8
-    assert QAdACache(tiny("deepseek_v3", **odd), **selecting).options.bulk_bits == 16
-    assert QAdACache(tiny("deepseek_v3"), moments="current").options.bulk_bits == 16
+def test_none_is_8_of_latents_among_which_heads_select() -> None:
+    odd = {"kv_lora_rank": 12, "qk_rope_head_dim": 12}
+    assert QAdACache(tiny("deepseek_v3"), criterion="gaussian").options.bulk_bits == 8
+    assert QAdACache(tiny("deepseek_v3", **odd), criterion="gaussian").options.bulk_bits == 16
+    assert QAdACache(tiny("deepseek_v3")).options.bulk_bits == 16
 
 
 @pytest.mark.usefixtures("default_bits")
 def test_without_a_compiler_none_is_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "find_energies", lambda *_: torch.ones(2, 2, 8))
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
-    assert QAdACache(tiny(), moments="current").options.bulk_bits == 16
+    assert QAdACache(tiny()).options.bulk_bits == 16
 
 
 def test_memory_that_a_call_is_expected_to_take() -> None:

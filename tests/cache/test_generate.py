@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -234,3 +235,11 @@ def test_statistics_of_short_texts(length: int, counted: str, model: PreTrainedM
     cache = exact(model)
     generate(model, prompt(length)[0], cache, tokens=3)
     assert str(cache.stats()).startswith(f"{length + 2} tokens, 2 adaptive steps{counted}; device ")
+
+
+def test_printed_bytes_are_those_of_the_printed_share(model: PreTrainedModel) -> None:
+    """The bulk's and the sketch's."""
+    read = {"bulk_read_bytes": 1 << 20, "sketch_read_bytes": 3 << 20, "dense_bulk_bytes": 8 << 20}
+    said = str(replace(exact(model).stats(), **read))
+    assert ", 50.0% of the bulk's bytes read;" in said
+    assert said.endswith(", read 4.0 MiB")

@@ -188,15 +188,14 @@ def test_gpus_are_prepared_for_the_models_sizes(monkeypatch: pytest.MonkeyPatch)
     assert built["cuda:1"] == {**wanted, "sketch_bits": None}
 
 
-@pytest.mark.parametrize("moments", ["random-tokens", "current"])
-def test_a_config_that_does_not_say_how_wide_keys_are(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_does_not_say_how_wide_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments do, of the keys that there were."""
     model = tiny(num_hidden_layers=1)
     monkeypatch.setattr(preparing, "read_sizes", lambda config: (1, 4, 4, 5))
-    seen = QAdACache(model, moments="random-tokens").options.other_moments.shape  # kept, for "current" too
+    seen = QAdACache(model, moments="random-tokens").options.other_moments.shape
     built: list[dict[str, Any]] = []
     monkeypatch.setattr(preparing, "_build_kernels", lambda *_, **sizes: built.append(sizes))
-    prepare(model, moments=moments)
+    prepare(model, moments="random-tokens")
     assert [(1, sizes["kv_heads"], sizes["dim"]) for sizes in built] == [seen]
 
 

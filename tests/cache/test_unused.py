@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 import pytest
@@ -26,7 +26,7 @@ from transformers import (
 from eval import families
 from qada_cache import QAdACache
 from qada_cache.said_once import warn_once
-from qada_cache.versions import pass_cache
+from qada_cache.versions import CACHE, pass_cache
 
 TEXT = prompt(60)[0]
 UNUSED = "generate was given a QAdACache that this"
@@ -192,6 +192,15 @@ def test_use_cache_is_false(how: str, caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "use_cache=False, by which it does not use the cache" in said[0]
+
+
+def test_the_newest_name() -> None:
+    """Older transformers pass `cache=` on to attention and read without it: there it is refused with their name."""
+    cache = exact(model := tiny())
+    told = pytest.raises(TypeError, match=f"no keyword cache=: .* {CACHE}=$")
+    with torch.no_grad(), nullcontext() if CACHE == "cache" else told:
+        model(TEXT, cache=cache)
+        assert cache.get_seq_length() == 60
 
 
 def encoder_decoder() -> PreTrainedModel:

@@ -17,4 +17,4 @@ def test_every_document_is_in_the_sites_contents() -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: qada_cache\.([\w.]+)$", DOCUMENTS["docs/api.md"], re.MULTILINE)
-    assert sorted(named) == sorted([*qada_cache.__all__, "serving.generate"])
+    assert sorted(named) == sorted([*qada_cache.__all__, "serving.counters", "serving.generate", "stats.AuditStats"])

@@ -83,14 +83,18 @@ def test_many_questions_read_the_document_once(
         assert capsys.readouterr().out.splitlines() == [f"{found} of 1500 tokens were stored", *answers]
 
 
+def find_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
 def test_a_server_answers(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("openai", reason="needs what `pip install 'transformers[serving]'` brings")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    port = find_port()
+    monkeypatch.setenv("PATH", os.defpath)  # the environment need not be active
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("QADA_KERNELS", "torch")  # which need not be built
     for name in ("HF_HOME", "QADA_HOME"):
@@ -100,6 +104,17 @@ def test_a_server_answers(
     printed = capfd.readouterr()
     assert re.findall(r"^(\w+)\n\[", printed.out, re.MULTILINE) == PROMPT.answers
     assert "1501 of 1504 prompt tokens were kept" in printed.out + printed.err
+
+
+def test_a_server_that_cannot_serve(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else's server is asked in its place, and nobody waits for one that has ended."""
+    pytest.importorskip("openai", reason="needs what `pip install 'transformers[serving]'` brings")
+    with socket.create_server(("localhost", 0)) as taken, pytest.raises(OSError, match="in use"):
+        example("server.py", monkeypatch, "--model", model, "--port", str(taken.getsockname()[1]), "Where?")
+    ended = functools.partial(subprocess.Popen, [sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(subprocess, "Popen", lambda command: ended())
+    with pytest.raises(SystemExit, match="the server has ended"):
+        example("server.py", monkeypatch, "--model", model, "--port", find_port(), "Where?")
 
 
 def test_scores_of_both_caches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

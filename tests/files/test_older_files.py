@@ -1,5 +1,6 @@
 """Caches that an earlier version of this package has saved."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ from models import SMALL, prompt, tiny
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache
-from qada_cache.attention import support
 from qada_cache.sketch import codec, coded
 from qada_cache.storage.bulk_sketch import BulkSketch
 from qada_cache.versions import pass_cache
@@ -27,9 +27,7 @@ def read_records(cache: QAdACache) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    """A model with these query energies."""
-    monkeypatch.setattr(support, "find_energies", lambda *_: ENERGIES.clone())
+def model() -> PreTrainedModel:
     return tiny()
 
 
@@ -41,6 +39,7 @@ def save_older(model: PreTrainedModel, path: Path, *, named: bool) -> list[torch
         then.setattr(codec, "MIN_ENERGY", coded.OLDER_MIN_ENERGY)
         then.setattr(coded, "MIN_ENERGY", coded.OLDER_MIN_ENERGY)
         cache = QAdACache(model, **OPTIONS)
+        cache._shared.options = replace(cache.options, query_energies=ENERGIES.clone())
         model(prompt(PROMPT)[0], **pass_cache(cache))
         if not named:
             record, absent = BulkSketch.record.fget, {"min_energy"}

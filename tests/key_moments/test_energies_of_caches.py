@@ -1,9 +1,10 @@
-"""A cache takes query energies from its moments, or from those that are kept of its model."""
+"""A cache takes query energies from its moments, and from nowhere else."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,40 +26,28 @@ def of(cache: QAdACache) -> Tensor | None:
     return cache.options.query_energies
 
 
-def test_a_cache_has_those_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever moments it goes by itself, and none as long as none are kept: they alone are not collected."""
+def test_a_cache_has_those_of_its_moments() -> None:
+    """They are collected with these, if heads decide by them or tokens are coded. "current" has none: what other caches
+    of the model left changes nothing."""
     model = tiny()
-    static = {"criterion": StaticHeads(torch.ones(2, 4, dtype=torch.bool)), "moments": "current"}
-    assert of(QAdACache(model, moments="current")) is of(QAdACache(model, **static)) is None
-    kept = of(QAdACache(model))
-    assert torch.equal(kept, KeyMoments.collect(model, prompt="random-tokens", progress=False).query_energies)
-    for remembered in (True, False):
-        if not remembered:
-            forget(monkeypatch)  # another process
-        for options in ({"moments": "current"}, static, {}):
-            assert torch.equal(of(QAdACache(model, **options)), kept)
-    assert of(QAdACache(model, moments="current", token_threshold=0.0)) is None  # it would not use them
-    assert of(QAdACache(tiny(seed=1), moments="current")) is None  # other weights
+    static = {"criterion": StaticHeads(torch.ones(2, 4, dtype=torch.bool))}
+    using: list[dict[str, Any]] = [{}, static, {"criterion": "dense", "bulk_bits": 8}, {"threshold": 1.0}]
+    for options in using:
+        assert of(QAdACache(model, moments="current", **options)) is None
+    collected = KeyMoments.collect(model, prompt="random-tokens", progress=False).query_energies
+    for options in using:
+        assert torch.equal(of(QAdACache(model, **options)), collected)
+        assert of(QAdACache(model, moments="current", **options)) is None
+    assert of(QAdACache(tiny(seed=1), criterion="dense")) is None  # it would not use them
 
 
-def test_a_file_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny()
-    kept = of(QAdACache(model))
-    forget(monkeypatch)
-    assert torch.equal(of(QAdACache(model, moments="current")), kept)
-    (path,) = folder.iterdir()
-    path.unlink()
-    assert torch.equal(of(QAdACache(model, moments="current")), kept)
-
-
-def test_moments_without_them(tmp_path: Path) -> None:
-    """With moments that have no query energies, of an unseen model's file, say, a cache takes the kept ones."""
+def test_moments_without_them() -> None:
+    """Moments that have no query energies, of an unseen model's file, say, leave a cache without."""
     model = tiny()
     made = KeyMoments.collect(model, prompt=prompt(333)[0], progress=False)
     kwargs = {name: value for name, value in vars(made).items() if name not in ("_placed", "query_energies")}
-    assert of(QAdACache(model, moments=KeyMoments(**kwargs))) is None
     kept = of(QAdACache(model))
-    assert torch.equal(of(QAdACache(model, moments=KeyMoments(**kwargs))), kept)
+    assert of(QAdACache(model, moments=KeyMoments(**kwargs))) is None
     assert torch.equal(of(QAdACache(model, moments=made)), made.query_energies)
     assert not torch.equal(made.query_energies, kept)
 
@@ -67,18 +56,18 @@ def test_config_finds_what_its_model_left(tmp_path: Path, folder: Path, monkeypa
     """Also in the place of a file of another format, which nobody reads."""
     tiny().save_pretrained(tmp_path / "model")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True).eval()
-    assert of(QAdACache(config=model.config, moments="current")) is None
+    assert of(QAdACache(config=model.config)) is None
     with monkeypatch.context() as older:
         older.setattr(tensor_file, "FORMAT_VERSION", tensor_file.FORMAT_VERSION - 1)
         QAdACache(model)
     forget(monkeypatch)
-    assert of(QAdACache(config=model.config, moments="current")) is None
+    assert of(QAdACache(config=model.config)) is None
     kept = of(QAdACache(model))
     assert len(list(folder.iterdir())) == 1
     forget(monkeypatch)
-    for moments in ("current", "current+random-tokens"):
-        assert torch.equal(of(QAdACache(config=model.config, moments=moments)), kept)
-    assert of(QAdACache(config=tiny().config, moments="current")) is None  # of no name
+    assert torch.equal(of(QAdACache(config=model.config)), kept)
+    assert of(QAdACache(config=model.config, moments="current")) is None
+    assert of(QAdACache(config=tiny().config)) is None  # of no name
 
 
 @pytest.mark.parametrize("rank", [0, 1])

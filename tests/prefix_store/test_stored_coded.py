@@ -12,7 +12,7 @@ from models import generate, prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qada_cache import PrefixStore, QAdACache
+from qada_cache import KeyMoments, PrefixStore, QAdACache
 from qada_cache.prefix_store.folder import CODED
 from qada_cache.storage.coded_bulk import CodedBulk
 from qada_cache.versions import pass_cache
@@ -77,6 +77,23 @@ def test_what_is_held_comes_back(store: PrefixStore, model: PreTrainedModel, bit
         assert torch.equal(mine.tensors[0][:, :, : mine.stored[0]], yours.tensors[0][:, :, : mine.stored[0]])
     wanted = generate(model, longer, cache, tokens=5).sequences
     assert torch.equal(generate(model, longer, got, tokens=5).sequences, wanted)
+
+
+@pytest.mark.parametrize("how", ["forked", "loaded"])
+def test_a_fork_by_other_moments_is_not_kept(
+    store: PrefixStore, model: PreTrainedModel, tmp_path: Path, how: str
+) -> None:
+    """Its records were coded by the query energies of before. Caches that found them would read other keys."""
+    made = KeyMoments.collect(model, prompt="random-tokens", progress=False)
+    for options in (OPTIONS, OPTIONS | {"moments": made}):
+        cache = store.cache(model, TEXT, **options)
+        read(model, TEXT, cache)
+        other = cache.fork(moments=made if options is OPTIONS else "current")
+        if how == "loaded":
+            other.save(tmp_path / "cache.safetensors")
+            other = QAdACache.load(tmp_path / "cache.safetensors", model)
+        assert store.keep(other, TEXT) == 0
+        assert store.keep(cache.fork(threshold=0.5), TEXT) == 2100
 
 
 def test_tokens_of_a_segment_that_a_crop_opened_are_not_kept(store: PrefixStore, model: PreTrainedModel) -> None:
