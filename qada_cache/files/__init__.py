@@ -28,7 +28,7 @@ _locked: set[int] = set()  # descriptors of `lock`
 def find_home() -> Path:
     """The folder of files kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches."""
     if home := os.environ.get("QADA_HOME"):
-        return Path(home)
+        return Path(home).expanduser()
     if sys.platform == "darwin":
         return Path("~/Library/Caches/qada").expanduser()
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
