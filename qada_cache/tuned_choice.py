@@ -8,6 +8,7 @@ model has only parts of them: these use no tuned setting.
 import logging
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments
 from .key_moments.defaults import CURRENT, FOLDER, split_sources
-from .models import identity
+from .models import find_inputs_device, identity
 from .said_once import warn_once
 from .state import CONDITIONS, DEFAULT_BITS, THRESHOLD, TOKEN_THRESHOLD, ManagedModel, Options
 
@@ -62,7 +63,8 @@ def keep(model: PreTrainedModel, options: Options, figures: dict[str, Any]) -> P
     written to, or others can write to it; a LookupError if the weights cannot be told apart."""
     path = _find_path(model)
     chosen = asdict(Thresholds.of(options)) | {name: getattr(options, name) for name in LEFT_OPEN}
-    state = {"chosen": chosen, "under": _list_conditions(options), "figures": figures}
+    device = find_inputs_device(model).type
+    state = {"chosen": chosen, "under": _list_conditions(options), "device": device, "figures": figures}
     with files.open_folder(FOLDER, make=True) as folder:
         files.write(path.name, tensor_file.encode(KIND, {}, state), folder=folder)
     return path
@@ -75,7 +77,8 @@ def check_folder() -> None:
     try:
         with files.open_folder(FOLDER, make=True) as folder:
             files.write(".check", (), folder=folder)
-            os.unlink(".check", dir_fd=folder)
+            with suppress(FileNotFoundError):  # another process checks, too
+                os.unlink(".check", dir_fd=folder)
     except OSError as error:
         raise OSError(f"no choice could be kept in {files.find_home() / FOLDER}: {error}") from error
 
@@ -131,6 +134,8 @@ def _read_setting(options: Options, managed: ManagedModel, left_open: Collection
         )
         raise LookupError(f"it was measured with {measured}, and this cache has {here}")
     chosen, bits = state["chosen"], options.bulk_bits
+    if state.get("device", device := find_inputs_device(model).type) != device:
+        chosen = chosen | {"prefill_threshold": 0.0}  # CPUs and GPUs select differently
     if bits < min(chosen["bulk_bits"], DEFAULT_BITS):  # more bits than the default lose nothing
         raise LookupError(f"it was measured with bulk_bits={chosen['bulk_bits']}, and this cache has bulk_bits={bits}")
     if "bulk_bits" in left_open and options.codes_tokens:
@@ -151,4 +156,5 @@ def _list_conditions(options: Options) -> dict[str, Any]:
 
 
 def _find_path(model: PreTrainedModel) -> Path:
-    return files.find_home() / FOLDER / f"{model.config.model_type}-tuned-{identity.digest(model)}.safetensors"
+    digest = identity.digest(model, without=("pad_token_id",))  # users set it
+    return files.find_home() / FOLDER / f"{model.config.model_type}-tuned-{digest}.safetensors"

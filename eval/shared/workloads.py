@@ -112,8 +112,9 @@ def draw_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     Raises:
         ValueError: the prose is too short.
     """
-    whole = tokenizer(read_default_text(), return_tensors="pt", verbose=False).input_ids[0] if tokenizer else None
-    if whole is None or tokenizer is None or not knows(tokenizer, whole):
+    text = read_default_text()
+    whole = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0] if tokenizer else None
+    if whole is None or tokenizer is None or not knows(tokenizer, text, whole):
         generator = torch.Generator().manual_seed(seed)
         whole = torch.randint(model.config.get_text_config().vocab_size, (count,), generator=generator)
     if len(whole) < count:

@@ -29,13 +29,13 @@ _locked: set[int] = set()  # descriptors of `lock`
 def find_home() -> Path:
     """The folder of files kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches; for a
     user without a home folder, one of their own among temporary files."""
-    if home := os.environ.get("QADA_HOME"):
-        return Path(home)
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # A relative one is to be ignored, says the XDG base directory specification.
-    if caches.is_absolute() and sys.platform != "darwin":
-        return caches / "qada"
     try:
+        if home := os.environ.get("QADA_HOME"):
+            return Path(home).expanduser()
+        # A relative one is to be ignored, says the XDG base directory specification.
+        if caches.is_absolute() and sys.platform != "darwin":
+            return caches / "qada"
         return Path("~/Library/Caches/qada" if sys.platform == "darwin" else "~/.cache/qada").expanduser()
     except RuntimeError:  # in a container, a user may be a number that nothing is known of
         return Path(tempfile.gettempdir(), f"qada-{os.geteuid()}" if LOCKS else "qada")

@@ -110,7 +110,10 @@ class KeyMoments:
         if energies is not None and (
             tuple(energies.shape) not in fitting or not torch.isfinite(energies).all() or (energies < 0).any()
         ):
-            raise ValueError(f"KeyMoments: query energies must be finite, not negative and {list(shape[1:])}")
+            raise ValueError(
+                f"KeyMoments: query energies must be finite, not negative and {list(shape[1:])}: give others, or "
+                'moments="current", which are of the prompt itself'
+            )
         if self.rotations:
             if self.lengths or shape[0] != 1 or [rotation.dim for rotation in self.rotations] != [shape[3]] * shape[1]:
                 raise ValueError("KeyMoments with rotations take one for each layer, and no lengths")

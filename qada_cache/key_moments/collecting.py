@@ -83,7 +83,8 @@ class QueryEnergies:
                 norms = shard.average_queries(norms)
                 variances = layer_keys[..., : len(norms)].double().flatten(0, 2).var(dim=0, correction=0)
                 energies[index, 1] = energies[index, 0]
-                energies[index, 1, : len(norms)] += VALUE_WEIGHT * norms / (scaling**2 * (norms @ variances))
+                if (spread := scaling**2 * float(norms @ variances)) > 0:  # else the values are all alike
+                    energies[index, 1, : len(norms)] += VALUE_WEIGHT * norms / spread
         return shard.gather(energies, 1)
 
     def _fit(self, layer: int, keys: Tensor) -> bool:
@@ -166,7 +167,7 @@ def collect(
         if growing and scheme == "analytic":
             checked[AS_KNOWN] = change_as_known(plain, ids.unique()[:PROBE_TOKENS], len(ids), rotations, rope, shard)
             read_keys(plain, ids[None, :1], None, chunk=1, done=lambda tokens: None)
-        lengths = _choose_lengths(scheme, bulk, min(longest, LONGEST_SPREAD))
+        lengths = _choose_lengths(scheme, bulk, min(longest - sink_tokens, LONGEST_SPREAD))
         passes, prefixes = (lengths, [bulk]) if scheme == "spread" else ([bulk], lengths)
         # If frequencies depend on the sequence's length, each chunk would get other ones.
         chunk = tokens if growing else CHUNK_TOKENS

@@ -37,9 +37,10 @@ KEPT_BYTES = 1 << 30  # the 64 states of an 8B model that were used last
 KEPT_SECONDS = 90 * 24 * 3600.0  # unused; to collect them again takes one pass over 1,024 tokens
 _NAMES = re.compile(rf".+-({'|'.join(PROMPTS)})-[0-9a-f]{{16}}\.safetensors")  # of `_find_path`, and of no other file
 _remembered: dict[Path, KeyMoments] = {}
-# Moments by prompt, of models whose moments other models must not get: no file name identifies their weights, or
-# functions other than the weights took part.
-_by_model: "weakref.WeakKeyDictionary[PreTrainedModel, dict[str, KeyMoments]]" = weakref.WeakKeyDictionary()
+# By prompt the moments, and the path that the weights then had, of models whose moments other models must not get: no
+# file name identifies their weights, or functions other than the weights took part.
+_by_model: "weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Path | None, KeyMoments]]]"
+_by_model = weakref.WeakKeyDictionary()
 _remembering = renew(threading.RLock())  # one thread collects, others that ask for the same moments wait
 
 MomentsSource = str | os.PathLike | KeyMoments | tuple[str, str | os.PathLike | KeyMoments]
@@ -88,10 +89,9 @@ def resolve_moments(
         whose = getattr(config, "_name_or_path", "") or "this model"
         warn_once(
             logger,
-            f"no {other} moments of {whose} are kept in {find_home()}, and a cache "
-            "built with config= has no model to collect them from: it goes by the current prompt's alone, which miss "
-            "facts in repetitive text. Build one QAdACache(model) first, or give moments=FILE (`qada moments` makes "
-            "one)",
+            f"of {other} moments of {whose} none, or several (its weights changed), are kept in {find_home()}, and a "
+            "cache built with config= has no model to collect or choose them by: it goes by the current prompt's "
+            "alone, which miss facts in repetitive text. Pass the model, or moments=FILE (`qada moments` makes one)",
         )
     return current or key_moments is None, key_moments
 
@@ -201,14 +201,16 @@ def _say_tokens(prompt: str, reason: str) -> None:
 
 def _find_cached(model: PreTrainedModel, prompt: str, path: Path | None) -> KeyMoments | None:
     """Moments from memory, else from the file; None if there are none."""
-    moments = _by_model.get(model, {}).get(prompt)
-    return moments if moments is not None or path is None else _remembered.get(path) or _read_moments(path)
+    own = _by_model.get(model, {}).get(prompt)
+    if own is not None and own[0] == path:
+        return own[1]
+    return None if path is None else _remembered.get(path) or _read_moments(path)
 
 
 def _remember(model: PreTrainedModel, prompt: str, path: Path | None, moments: KeyMoments) -> KeyMoments:
     """`moments`, after they were put into memory."""
     if path is None or moments.origin.get(LEFT):
-        _by_model.setdefault(model, {})[prompt] = moments
+        _by_model.setdefault(model, {})[prompt] = path, moments
         return moments
     _remembered.pop(path, None)  # the newest is the last
     _remembered[path] = moments

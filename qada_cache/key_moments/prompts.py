@@ -13,7 +13,7 @@ from ..names import PROMPTS, WITHOUT_TEXT
 TOKENS_FOR_WORDS = {"random-words": "random-tokens", "single-word": "single-token"}
 ARTICLE = Path(__file__).parent / "article.txt"
 ROWS = 65536  # of a vocabulary that are read at a time
-UNKNOWN_SHARE = 0.1  # of a text's tokens: beyond it the tokenizer does not know the language
+UNKNOWN_SHARE = 0.1  # of a text's tokens or characters: beyond it the tokenizer does not know the language
 
 
 def choose_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None) -> str:
@@ -22,7 +22,7 @@ def choose_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase | None, text: 
     if prompt not in TOKENS_FOR_WORDS or text is not None:
         return prompt
     article = ARTICLE.read_text(encoding="utf-8")
-    knows_article = tokenizer is not None and knows(tokenizer, _encode(tokenizer, article))
+    knows_article = tokenizer is not None and knows(tokenizer, article, _encode(tokenizer, article))
     return prompt if knows_article else TOKENS_FOR_WORDS[prompt]
 
 
@@ -64,12 +64,11 @@ def make_ids(
         if tokenizer is None:
             raise ValueError(f"a prompt of text ({shown}) needs the model's tokenizer: give tokenizer=...")
         whole = text or ARTICLE.read_text(encoding="utf-8") if prompt in PROMPTS else prompt
-        most: int | None = None
         if prompt in TOKENS_FOR_WORDS:
-            words, most = whole.split(), 2 * tokens
+            words = whole.split()
             whole = " ".join(words[index] for index in draw(len(words), tokens).tolist())
-        ids = _encode(tokenizer, whole, truncation=most is not None, max_length=most)
-        if not knows(tokenizer, ids):
+        ids = _encode(tokenizer, whole)
+        if not knows(tokenizer, whole, ids):
             raise ValueError(f"the tokenizer does not know the words of the prompt ({shown}): give another text")
     if len(ids) < tokens and not fewer:
         raise ValueError(
@@ -96,15 +95,19 @@ def read_dataset(name: str, subset: str | None, split: str, column: str, *, char
     return text
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, **how: Any) -> Tensor:
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     """Token ids `[tokens]` int64 of a text, on the CPU; tokenizers' own tensors lie on torch's default device."""
-    return torch.tensor(tokenizer(text, **how).input_ids, dtype=torch.long, device="cpu")
+    return torch.tensor(tokenizer(text).input_ids, dtype=torch.long, device="cpu")
 
 
-def knows(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> bool:
-    """Whether the tokenizer knew the words of a text with these ids."""
+def knows(tokenizer: PreTrainedTokenizerBase, text: str, ids: Tensor) -> bool:
+    """Whether the tokenizer knew the words of `text`, which has these ids."""
     unknown = tokenizer.unk_token_id
-    return len(ids) > 0 and (unknown is None or float((ids == unknown).float().mean()) <= UNKNOWN_SHARE)
+    if unknown is not None and float((ids == unknown).float().mean()) > UNKNOWN_SHARE:
+        return False
+    # Some drop what they do not know.
+    known, whole = ("".join(str(each).split()) for each in (tokenizer.decode(ids), text))
+    return len(ids) > 0 and len(known) >= (1 - UNKNOWN_SHARE) * len(whole)
 
 
 @torch.no_grad()

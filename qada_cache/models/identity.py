@@ -4,8 +4,8 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from .asking import ask
 from .contents import Contents, is_readable
 
 SAMPLED = 16  # values of each weight that stand for the whole
+ALSO_RETURNED = "output_hidden_states", "output_attentions"  # entries of a config that change no output
 
 # The last sampled contents of each model, and their digests.
 _samples: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[_Content], list[str]]]" = weakref.WeakKeyDictionary()
@@ -26,9 +27,12 @@ _Content = tuple[bytes, bytes]  # name, shape and dtype; values, empty if there 
 _sampled_once: "ContextVar[dict[PreTrainedModel, list[str]] | None]" = ContextVar("_sampled_once", default=None)
 
 
-def digest(model: PreTrainedModel) -> str:
-    """A digest of a model's config, dtype and a sample of every weight, independent of its path."""
-    whole = {"config": _read_settings(model.config), "dtype": str(model.dtype)}
+def digest(model: PreTrainedModel, without: Collection[str] = ()) -> str:
+    """A digest of a model's config, dtype and a sample of every weight, independent of its path. Entries of the config
+    that are named in `without` count as None."""
+    settings = _read_settings(model.config)
+    settings |= dict.fromkeys(settings.keys() & set(without))
+    whole = {"config": settings, "dtype": str(model.dtype)}
     content = json.dumps(whole, sort_keys=True, default=str) + "".join(sample(model))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -41,8 +45,14 @@ def find_source(config: PreTrainedConfig) -> str:
         return ""
     version: Any = getattr(config, "_commit_hash", None)
     if os.path.isdir(where):
-        entries = [entry for entry in os.scandir(where) if entry.name.endswith((".safetensors", ".bin", ".gguf"))]
-        version = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
+        version = []
+        with suppress(OSError), os.scandir(where) as entries:
+            for entry in entries:
+                if entry.name.endswith((".safetensors", ".bin", ".gguf")):
+                    with suppress(OSError):  # a link that leads nowhere
+                        about = entry.stat()
+                        version.append((entry.name, about.st_size, about.st_mtime_ns))
+        version.sort()
     whole = json.dumps([where, version, _read_settings(config)], sort_keys=True, default=str)
     return f"{config.model_type}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}"
 
@@ -51,7 +61,7 @@ def _read_settings(config: PreTrainedConfig) -> dict[str, Any]:
     settings = config.to_dict()
     for left_out in ("transformers_version", "_name_or_path", "use_cache"):
         settings.pop(left_out, None)
-    return settings
+    return settings | dict.fromkeys(settings.keys() & set(ALSO_RETURNED), False)  # as they are in most files
 
 
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -68,7 +78,7 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         where["gguf_file"] = file
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
-    except (OSError, ValueError, KeyError, ImportError) as error:  # no files, or a missing dependency
+    except Exception as error:  # no files, or a missing dependency; at damaged files a library raises what it likes
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise LookupError(f"none was found at {name} ({reason})") from error
     # For some kinds of model, a folder without a tokenizer's files yields one that knows nothing but special tokens.

@@ -36,6 +36,7 @@ ROUNDINGS = 4  # of a key; more gain nothing
 # product counts. So these only keep weights finite: a greater one would spend bits on such channels.
 MIN_ENERGY = 1e-4
 MIN_VARIANCE = 1e-8
+MIN_MEAN = 1e-28  # below it all channels count as 1: the squares of their weights would not be finite in float32
 TINY = torch.finfo(torch.float32).tiny
 FIT = ("units", "centres", "order", "weights")  # a segment's parameters, by which its tokens are coded
 TOKENS = ("codes", "scales")  # the fields of a `Sketch` with a value for each token, in the last dimension
@@ -140,9 +141,9 @@ def view_span(name: str, tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def set_floor(values: Tensor, share: float) -> Tensor:
-    """`values` `[..., dim]`, raised to at least `share` times their mean; ones where all are 0."""
-    at_least = values.clamp_min(share * values.mean(dim=-1, keepdim=True))
-    return torch.where(at_least > 0, at_least, 1.0)
+    """`values` `[..., dim]`, raised to at least `share` times their mean; ones where that is at most `MIN_MEAN`."""
+    mean = values.mean(dim=-1, keepdim=True)
+    return torch.where(mean > MIN_MEAN, values.clamp_min(share * mean), 1.0)
 
 
 def round_slopes(covariance: Tensor) -> dict[str, Tensor]:

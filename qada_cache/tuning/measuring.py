@@ -52,7 +52,7 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: in
             f"the text has {len(ids)} tokens, and {count} pieces of {tokens} + {following} take {count * size}: give a "
             "longer text, or fewer tokens or pieces"
         )
-    if not knows(tokenizer, ids):
+    if not knows(tokenizer, text, ids):
         raise ValueError("the tokenizer does not know the words of the text: give another text")
     starts = (index * (len(ids) - size) // max(1, count - 1) for index in range(count))
     cuts = (torch.cat([begin, ids[start : start + size]])[None] for start in starts)

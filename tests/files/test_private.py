@@ -117,6 +117,8 @@ def test_what_killed_processes_left_is_removed(folder: Path, monkeypatch: pytest
 
 def test_home_is_where_the_platform_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert files.find_home() == tmp_path / "home"
+    monkeypatch.setenv("QADA_HOME", "~/kept")
+    assert files.find_home() == Path("~/kept").expanduser()
     monkeypatch.delenv("QADA_HOME")
     monkeypatch.setenv("HOME", "/users/me")
     monkeypatch.setenv("HF_HOME", "/shared/huggingface")

@@ -119,6 +119,22 @@ def test_codes_are_those_of_torch(
 
 
 @DEVICES
+@pytest.mark.parametrize("factor", [1e-14, 1e-19, 3e-20, 1e-21, 1e-30, 1e-40, 0.0])
+def test_small_keys(factor: float, device: str) -> None:
+    """However small keys are, nothing of their codes is infinite or not a number."""
+    keys, energies = make_keys(SEGMENT + 20, 64, torch.float32)
+    layout = Layout.from_bits(64, 4)
+    assert layout is not None
+    keys = keys * factor
+    for known in (energies, None):
+        found = code(keys, known, layout, device=device)
+        expected = codec.quantize_segments(keys, None if known is None else known.expand(1, -1, -1), layout)
+        assert all(part.isfinite().all() for part in found.values())
+        off, least = ((keys - estimate_keys(made, layout)).double().square().sum() for made in (found, expected))
+        assert off <= 1.01 * least or factor == 1e-40  # the interpreter has other bfloat16 for subnormal numbers
+
+
+@DEVICES
 def test_what_else_there_is_changes_nothing(device: str) -> None:
     """The same tokens, alone or among others, in other strides, at other addresses, to the bit."""
     tokens, dim = 2 * SEGMENT + 20, 32

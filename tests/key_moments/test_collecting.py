@@ -242,6 +242,13 @@ def test_learned_positions_end_to_end() -> None:
     assert cache.stats().decisions == 7
 
 
+def test_learned_positions_are_not_exceeded() -> None:
+    """The longest bulk that tokens are spread over ends with the last position, sinks before it."""
+    for tokens, lengths in ((272, (256,)), (264, (248, 496))):
+        made = KeyMoments.collect(learned_positions(), prompt="random-tokens", tokens=tokens, progress=False)
+        assert made.lengths == lengths
+
+
 @pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert", "RoCBert", "Ernie"])
 def test_learned_positions(kind: str) -> None:
     """As many tokens as there are positions: RoBERTa's begin behind the padding token's. Not all have a first token."""

@@ -160,7 +160,28 @@ def test_config_says_once_that_it_found_nothing(tmp_path: Path, caplog: pytest.L
     assert caplog.text.count("goes by the current prompt's") == 1
 
 
-def test_config_never_gets_another_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    """Beside the weights, as in a cache of the Hub that was cleaned by hand."""
+    model = saved(tiny(), tmp_path / "model")
+    wanted = of(QAdACache(model))
+    (tmp_path / "model" / "pytorch_model.bin").symlink_to(tmp_path / "gone")
+    assert of(QAdACache(model)) is wanted
+    assert of(QAdACache(config=model.config))
+
+
+def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A newer library wrote its file, perhaps: the error has no class of its own."""
+    content = '{"added_tokens": [], "pre_tokenizer": {"type": "Unheard"}, "model": {"type": "WordLevel", "vocab": {}}}'
+    model = saved(tiny(), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(content)
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert of(QAdACache(model, moments="random-words")).prompt == "random-tokens"
+    assert f"none was found at {tmp_path / 'model'} (" in caplog.text
+
+
+def test_config_never_gets_another_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Other weights under the same name, weights changed in memory, no name at all."""
     model = saved(tiny(), tmp_path / "model")
     QAdACache(model, moments="random-words")
@@ -173,6 +194,7 @@ def test_config_never_gets_another_models(tmp_path: Path, monkeypatch: pytest.Mo
         retrained.lm_head.weight.add_(1.0)
     QAdACache(retrained, moments="random-words")  # two files now go by this config's name
     assert QAdACache(config=retrained.config, moments="random-words").options.other_moments is None
+    assert "none, or several (its weights changed), are kept in" in caplog.text
     nameless = tiny()
     QAdACache(nameless, moments="random-words")
     assert QAdACache(config=nameless.config, moments="random-words").options.other_moments is None

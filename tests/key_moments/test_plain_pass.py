@@ -235,6 +235,10 @@ def test_functions_that_unpack_weights_are_left(folder: Path, caplog: pytest.Log
     assert "without them it is not known what the model computes" in caplog.text
     assert not folder.exists()
     assert QAdACache(model).options.other_moments is first
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(3)
+    other = QAdACache(model).options.other_moments
+    assert other.mean[0, 0].abs().sum() > 2 * first.mean[0, 0].abs().sum()
 
 
 # -- other threads ---------------------------------------------------------------------------------------------------

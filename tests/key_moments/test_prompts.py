@@ -8,6 +8,8 @@ import pytest
 import torch
 from models import tiny
 from readable import english_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from qada_cache import KeyMoments
@@ -84,6 +86,17 @@ def test_words_that_cannot_be_had(english: PreTrainedTokenizerFast) -> None:
     assert torch.equal(made.mean, KeyMoments.collect(tiny(), prompt="random-tokens", tokens=64).mean)
     with pytest.raises(ValueError, match=r"\(random-words\) needs the model's tokenizer"):
         KeyMoments.collect(tiny(), text="clay river", tokens=64)
+
+
+def test_words_that_a_tokenizer_drops() -> None:
+    """A tokenizer without a token for what it does not know leaves it out."""
+    letters = Tokenizer(BPE({letter: index for index, letter in enumerate("ACDEFGHIKLMNPQRSTVWY")}, []))
+    protein = PreTrainedTokenizerFast(tokenizer_object=letters)
+    assert len(protein(ARTICLE.read_text(encoding="utf-8")).input_ids) > 20
+    assert choose_prompt("random-words", protein) == "random-tokens"
+    with pytest.raises(ValueError, match=r"does not know the words of the prompt \(wiki\)"):
+        ids("wiki", protein)
+    assert len(ids("MKWVTFISLLFLFSSAYSRGVFRR", protein, tokens=24)) == 24
 
 
 def test_article_too_short_for_a_tokenizer(english: PreTrainedTokenizerFast, monkeypatch: Any, tmp_path: Path) -> None:

@@ -209,8 +209,19 @@ def test_a_file_keeps_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [torch.zeros(2, 2, 4), torch.full((2, 2, 8), torch.nan), -torch.ones(2, 2, 8)])
 def test_wrong_energies_are_refused(wrong: Tensor) -> None:
     kwargs: dict[str, Any] = {"lengths": (1,), "model_type": "llama", "prompt": "custom", "tokens": 5}
-    with pytest.raises(ValueError, match=r"query energies must be finite, not negative and \[2, 2, 8\]"):
+    said = r'query energies must be finite, not negative and \[2, 2, 8\]: give others, or moments="current"'
+    with pytest.raises(ValueError, match=said):
         KeyMoments(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8, 8), **kwargs, query_energies=wrong)
+
+
+@pytest.mark.parametrize("weight", ["kv_a_layernorm.weight", "kv_b_proj.weight"], ids=["latents", "values"])
+def test_latents_without_values(weight: str) -> None:
+    """A layer whose values are all 0 has energies of its queries alone."""
+    model = tiny("deepseek_v3")
+    model.model.layers[1].self_attn.get_parameter(weight).data.zero_()
+    made = KeyMoments.collect(model, prompt=IDS, progress=False)
+    assert made.query_energies[0, 1].gt(made.query_energies[0, 0]).any()
+    assert torch.equal(made.query_energies[1, 1], made.query_energies[1, 0])
 
 
 def test_modules_that_serve_several_layers_of_a_cache() -> None:

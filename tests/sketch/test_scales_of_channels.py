@@ -1,7 +1,9 @@
 """Only products of keys and queries count: keys that are larger in a channel, for queries that are smaller there by the
-same factor, have the same codes. Norms of keys and queries, as many models have them, make such channels."""
+same factor, have the same codes. Norms of keys and queries, as many models have them, make such channels. Nor do keys
+have to be of any size."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +28,27 @@ def draw(factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return keys * factors, (deviations / factors).square()[None], queries / factors
 
 
-@pytest.mark.parametrize("quantize_segments", [codec.quantize_segments, quantizing.quantize_segments])
+CODING = pytest.mark.parametrize("quantize_segments", [codec.quantize_segments, quantizing.quantize_segments])
+
+
+@CODING
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("factor", [1e-14, 1e-19, 3e-20, 1e-21, 1e-30, 1e-40, 0.0])
+def test_small_keys(factor: float, known: bool, quantize_segments: Callable[..., dict[str, Tensor]]) -> None:
+    """However small keys are, nothing of their codes is infinite or not a number."""
+    (keys, energies, queries), layout = draw(FACTORS[0]), Layout.from_bits(DIM, 4)
+    keys = keys * factor
+    made = quantize_segments(keys[None], energies[None] if known else None, layout)
+    assert all(part.isfinite().all() for part in made.values())
+    error = (keys - estimate_keys(made, layout)[0]).double().square().mean().sqrt()
+    share = {1e-30: 0.3, 1e-40: 1.2}.get(factor, 0.12)  # squares of numbers below 1e-22 are 0 in float32
+    assert error <= share * (keys - keys.mean(dim=1, keepdim=True)).double().square().mean().sqrt()
+    with mock.patch.object(codec, "quantize_segments", quantize_segments):
+        sketch = Sketch.of(keys[None], random(1, 1, LENGTH, 8, seed=6), energies[None] if known else None, layout)
+    assert estimate_scores(queries, sketch[0, 0], LENGTH, scaling=0.1).isfinite().all()
+
+
+@CODING
 def test_codes(quantize_segments: Callable[..., dict[str, Tensor]]) -> None:
     layout, made = Layout.from_bits(DIM, 1.5), []
     for factors in FACTORS:

@@ -26,15 +26,13 @@ constexpr int VECTORS = DIM / WIDTH;  // of a key
 constexpr int SUMMED = 16;  // keys that are summed by themselves: long sums lose more to rounding
 constexpr float TINY = std::numeric_limits<float>::min();
 
-// Raises `values` [DIM] to at least `share` of their mean; to 1 if all are 0.
+// Raises `values` [DIM] to at least `share` of their mean; to 1 if that is at most MIN_MEAN.
 void set_floor(float* values, float share) {
     float sum = 0;
     for (int d = 0; d < DIM; d++) sum += values[d];
-    const float least = share * (sum / DIM);
-    for (int d = 0; d < DIM; d++) {
-        const float raised = values[d] > least ? values[d] : least;
-        values[d] = raised > 0 ? raised : 1.0f;
-    }
+    const float mean = sum / DIM, least = share * mean;
+    for (int d = 0; d < DIM; d++)
+        values[d] = !(mean > (float)MIN_MEAN) ? 1.0f : values[d] > least ? values[d] : least;
 }
 
 // `x` rounded down. The conversion to integers rounds towards zero, so negative `x` may end one too high. `x` is small

@@ -16,6 +16,7 @@ SOURCE = Path(__file__).with_name("quantize.cpp")
 # Macros of quantize.cpp, so that it codes as `sketch/codec.py` does.
 CONSTANTS = {
     "ROUNDINGS": codec.ROUNDINGS, "MIN_ENERGY": codec.MIN_ENERGY, "MIN_VARIANCE": codec.MIN_VARIANCE,
+    "MIN_MEAN": codec.MIN_MEAN,
     "SCALE_LEVELS": codec.SCALE_LEVELS, "ROTATED": BLOCK,
 }  # fmt: skip
 

@@ -28,6 +28,7 @@ CODED_NUMBERS = 2048  # of tokens that a program of `code_kernel` codes: 16 for 
 # What the definition in Python says.
 ROUNDINGS, SCALE_LEVELS = tl.constexpr(codec.ROUNDINGS), tl.constexpr(float(codec.SCALE_LEVELS))
 MIN_ENERGY, MIN_VARIANCE = tl.constexpr(codec.MIN_ENERGY), tl.constexpr(codec.MIN_VARIANCE)
+MIN_MEAN = tl.constexpr(codec.MIN_MEAN)
 STEP_4, STEP_2, STEP_1 = (tl.constexpr(STEPS[bits] / 2) for bits in (4, 2, 1))
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Numbers that follow the tokens or where they lie: nothing is compiled anew for them.
@@ -35,16 +36,15 @@ UNSPECIALIZED = ["s_row", "s_head", "s_token", "first_row", "first", "tokens", "
 
 
 @triton.jit
-def set_floor(b_values, m_dim, SHARE: tl.constexpr, D: tl.constexpr):
-    """The least that `codec.set_floor` leaves of values [BLOCK_D]."""
-    return tl.sum(tl.where(m_dim, b_values, 0.0), axis=0) / D * SHARE
+def find_mean(b_values, m_dim, D: tl.constexpr):
+    """The mean of the values [BLOCK_D] of all channels."""
+    return tl.sum(tl.where(m_dim, b_values, 0.0), axis=0) / D
 
 
 @triton.jit
-def raise_to(b_values, floor):
-    """`codec.set_floor`, of values whose floor is known."""
-    b_values = tl.maximum(b_values, floor)
-    return tl.where(b_values > 0, b_values, 1.0)
+def set_floor(b_values, mean, SHARE: tl.constexpr):
+    """`codec.set_floor`, of values whose mean is known."""
+    return tl.where(mean > MIN_MEAN, tl.maximum(b_values, mean * SHARE), 1.0)
 
 
 @triton.jit
@@ -118,11 +118,11 @@ def describe_kernel(
         b_off = tl.where(m_keys, b_keys - b_centre[None, :], 0.0)
         b_square += b_off * b_off
     b_variances = tl.sum(b_square, axis=0) / count
-    b_variances = raise_to(b_variances, set_floor(b_variances, m_dim, MIN_VARIANCE, D))
+    b_variances = set_floor(b_variances, find_mean(b_variances, m_dim, D), MIN_VARIANCE)
     b_needs = b_variances
     if p_energies is not None:
         b_energies = tl.load(p_energies + i_head * D + o_dim, mask=m_dim, other=0.0)
-        b_needs *= raise_to(b_energies, set_floor(b_energies, m_dim, MIN_ENERGY, D))
+        b_needs *= set_floor(b_energies, find_mean(b_energies, m_dim, D), MIN_ENERGY)
     # Numbers above 0 are in the order of their bits. Channels alike stay in theirs, those of no key behind.
     b_bits = tl.where(m_dim, b_needs.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     b_order = (tl.sort(((0x7FFFFFFF - b_bits).to(tl.int64) << 16) | o_dim) & 0xFFFF).to(tl.int32)
@@ -161,8 +161,8 @@ def code_kernel(
     b_importance = tl.zeros([BLOCK_D], tl.float32) + 1.0
     if p_energies is not None:
         p_energies += i_head * D
-        floor = set_floor(tl.load(p_energies + o_dim, mask=m_dim, other=0.0), m_dim, MIN_ENERGY, D)
-        b_importance = raise_to(tl.load(p_energies + b_order, mask=m_dim, other=0.0), floor)
+        mean = find_mean(tl.load(p_energies + o_dim, mask=m_dim, other=0.0), m_dim, D)
+        b_importance = set_floor(tl.load(p_energies + b_order, mask=m_dim, other=0.0), mean, MIN_ENERGY)
     b_importance = tl.div_rn(b_importance, b_weights * b_weights).reshape(PARTS, BLOCK)
     b_importance = (tl.sum(b_importance, axis=1) / BLOCK)[:, None].broadcast_to(PARTS, BLOCK).reshape(BLOCK_D)
     b_importance = tl.where(m_coded, b_importance, 0.0)[None, :]
