@@ -1,6 +1,7 @@
 """Attention masks: real tokens, padding, and refusal of masks that this cache cannot follow."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -129,14 +130,19 @@ def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Ten
     if mask.dim() == 2 and shape[1] == seen:
         return mask.bool()[:, None], unbiased
     if mask.dim() != 4 or shape[1:] != [1, queries, seen]:
-        raise ValueError(
-            f"cannot read an attention mask of shape {shape} in a call of {queries} tokens with {seen} seen so far: "
-            f"pass None, [batch, {seen}], or [batch, 1, {queries}, {seen}], one for all heads"
-        )
+        refuse_shape(shape, seen=seen, queries=queries)
     if mask.dtype == torch.bool:
         return mask[:, 0], unbiased
     rows = mask[:, 0] == 0
     return rows, (~rows & ~(mask[:, 0] <= HIDDEN)).any()  # nan is neither
+
+
+def refuse_shape(shape: Sequence[int], *, seen: int, queries: int) -> NoReturn:
+    """Raise ValueError for a mask of this shape. Other arguments are as for `Padding.extend`."""
+    raise ValueError(
+        f"cannot read an attention mask of shape {[*shape]} in a call of {queries} tokens with {seen} seen so far: "
+        f"pass None, [batch, {seen}], or [batch, 1, {queries}, {seen}], one for all heads"
+    )
 
 
 def refuse_bias(biased: Any) -> None:
