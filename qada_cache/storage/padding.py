@@ -66,8 +66,7 @@ class Padding:
         them. Computed on the mask's device, with one transfer to the host."""
         past, width = seen - queries, self.known.shape[1]
         visible, biased = read_mask(mask, batch=batch, seen=seen, queries=queries)
-        if (known := self._known_on_device).device != mask.device:
-            self._known_on_device = known = self.known.to(mask.device)
+        known = self._find_on(mask.device)
         visible_new = visible[..., past:]
         real = visible_new.any(dim=1)
         agrees = visible[..., width:past].all(dim=-1) & (visible[..., :width] == known[:, None]).all(dim=-1)
@@ -89,6 +88,19 @@ class Padding:
                 "by this attention mask a new token sees nothing, but is seen: let it see itself, or hide it from all"
             )
         return bool(on_host[0]), on_host[4:].view(batch, queries), visible_new.clone() if on_host[1] else None
+
+    def is_all_that_hides(self, mask: Tensor) -> bool:
+        """Whether a mask `[batch, tokens]` hides this padding, and no token else. The host waits for the device once,
+        and for few launches: a decode step of a graph asks each time."""
+        if not (width := self.known.shape[1]):
+            return bool(mask.all())
+        agrees = (mask[:, :width].bool() == self._find_on(mask.device)).all()
+        return bool(agrees & mask[:, width:].all())
+
+    def _find_on(self, device: torch.device) -> Tensor:
+        if self._known_on_device.device != device:
+            self._known_on_device = self.known.to(device)
+        return self._known_on_device
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
