@@ -104,16 +104,19 @@ def test_parts_are_not_rounded() -> None:
     torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-5, rtol=2e-6)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_threads_change_nothing(threads: int) -> None:
-    call, before = tensors(300, 300, 64, 64), torch.get_num_threads()
-    outs = []
-    for count in (1, threads):
-        torch.set_num_threads(count)
-        outs.append(torch.empty(2, 4, 300, 64))
-        prompt.prompt_attention(*call, scaling=0.2, causal=True, out=outs[-1])
-    torch.set_num_threads(before)
-    assert torch.equal(*outs)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_threads_change_nothing(dtype: torch.dtype) -> None:
+    """Nor does how many queries a thread gets at once: all get as many, as far as strips of at most 32 allow."""
+    before, kernel = torch.get_num_threads(), prompt.build(64, 64, dtype)
+    for queries in (1, 64, 96, 97, 113, 128, 193, 300, 600):
+        outs, call = [], tensors(queries, 600, 64, 64, dtype=dtype)
+        for threads in (1, 2, 3, 16):
+            torch.set_num_threads(threads)
+            outs.append(torch.empty(2, 4, queries, 64))
+            prompt.prompt_attention(*call, scaling=0.2, causal=True, out=outs[-1])
+            assert 0 < kernel.block_size(queries, threads) <= min(96, -(-queries // threads) + 31)
+        torch.set_num_threads(before)
+        assert all(torch.equal(outs[0], out) for out in outs[1:])
 
 
 def test_scores_far_apart_and_alike() -> None:
