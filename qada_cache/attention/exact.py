@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels import merge_partials, partial_attention
 from ..kernels.cpu import prompt, selected_prompt
+from ..kernels.lower_right import attend_to_all
 from ..kernels.operands import Query
 from ..kernels.prompt_choice import find_selected_attention
 from ..state.asker import Asker
@@ -24,8 +25,9 @@ from .latent_attention import LatentAttention
 
 def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> Tensor | None:
     """Causal attention of a prompt over itself by our kernels, exact but for `prefill_threshold`: `[batch, tokens,
-    heads, value_dim]` in the query's dtype, zeros for padding; None where the model's own attention is to serve. Shapes
-    as for `attend_exactly`."""
+    heads, value_dim]` in the query's dtype, zeros for padding; None where the model's own attention is to serve. A row
+    that ends in padding has its last token's output, too: `generate` goes on from there. Shapes as for
+    `attend_exactly`."""
     states = query.states
     if layer.options.kernels == "torch" or query.softcap is not None or query.sink_logits is not None:
         return None
@@ -57,6 +59,9 @@ def attend_to_prompt(layer: Asker, query: Query, key: Tensor, value: Tensor) -> 
             prompt.prompt_attention(*own, scaling=query.scaling, causal=True, out=to)
         if not isinstance(real, slice):
             out[rows, real] = found
+        if query.valid is not None and not query.valid[rows.start, -1]:
+            last, _ = attend_to_all(states[rows, :, -1:], *own[1:], scaling=query.scaling, causal=False)
+            out[rows, -1:] = last.transpose(1, 2).to(out.dtype)
     return out
 
 

@@ -21,6 +21,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..models import attention_table, decoder_forward, latent, unwrap_model
 from ..state.forward_pass import Seen
+from ..storage.padding import refuse_shape
 from . import generation
 from .call import Attention, attend, check_shared_keys, is_lending
 from .latent import find_expanding_layer, is_expanding
@@ -164,6 +165,9 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
         return torch.zeros(shape, dtype=kwargs["dtype"], device=kwargs["device"])
     if not isinstance(tokens, Seen):
         return base(**kwargs)
+    if padding is not None and padding.dim() == 2 and padding.shape[1] < tokens:
+        # `base` would hide the newest tokens: a prompt's mask, say, that was not extended with the text.
+        refuse_shape(padding.shape, seen=int(tokens), queries=kwargs["q_length"])
     window = kwargs.get("local_size")
     if window is not None and kwargs.get("allow_is_causal_skip", False) and tokens <= window:
         # A window that hides nothing. Transformers forbids to leave out masks to which it has added something else.

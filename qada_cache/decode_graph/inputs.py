@@ -108,11 +108,9 @@ def _shows_all(layer: QAdALayer, mask: Any) -> bool:
 def _shows(layer: QAdALayer, mask: Tensor) -> bool:
     padding, seen = layer.padding, layer.seen + 1
     assert layer.store is not None
-    if mask.dim() == 2 and mask.shape != (layer.store.batch, seen):
-        return False
+    if mask.dim() == 2:
+        return mask.shape == (layer.store.batch, seen) and padding.is_all_that_hides(mask)
     if mask.shape[-1] != seen:  # a mask over a sliding window
         return mask.dim() == 4 and bool((mask if mask.dtype == torch.bool else mask == 0).all())
-    if not padding.known.numel() and mask.dim() == 2 and mask.all():
-        return True
     call: dict[str, Any] = {"batch": layer.store.batch, "seen": seen, "queries": 1, "first": True}
     return layer.shared.forward_pass.read_padding(padding, mask, **call)[1:] == (None, None)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import utils
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import CHAT_TEMPLATE_DIR
 
@@ -87,7 +88,8 @@ def generate(
             the call returns, and found by later processes. False: nothing is.
 
     Raises:
-        ValueError: `conversations` or another limit is no such number, or the key no str.
+        ValueError: `conversations` or another limit is no such number, or the key no str; or the call decodes in a mode
+            that is code of the Hub, without `trust_remote_code`, which transformers does not pass on to a folder.
         TypeError: `conversations_store` is nothing that can be a store.
         MemoryError: the call would take more memory than this process may still have.
         TypeError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError: as `QAdACache` and
@@ -101,6 +103,13 @@ def generate(
         warn_once(logger, "no conversations are kept: this transformers lacks _prepare_generation_config")
         return stock(**arguments)
     settings, others = prepare(model, generation_config, **given_arguments)
+    mode = settings.get_generation_mode(arguments.get("assistant_model"))
+    # Calls by a folder come without `trust_remote_code`, which transformers' `generate` would ask for again.
+    if "/" in getattr(utils, "GENERATION_MODES_MAPPING", {}).get(mode, "") and not arguments.get("trust_remote_code"):
+        raise ValueError(
+            f"this folder's generation does not serve {mode.value}, which is code of the Hub: call generate without "
+            "this custom_generate"
+        )
     if given_arguments.keys() & set(CACHE_NAMES) or not settings.use_cache:
         return stock(**arguments)
     config, kind_name = model.config.get_text_config(decoder=True), model.config.model_type

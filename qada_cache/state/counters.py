@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.operands import Rows
 
 UNSUMMED_CALLS = 128  # calls whose flags are summed at once: a sum for each would cost more than its decision
+UNSUMMED_QUERIES = 8  # of a call, as of a draft: flags of more are large
 AUDITED = 5  # sums of an audit
 
 
@@ -44,7 +45,7 @@ class Counters:
         if not rows.decisions:
             return
         self._unsummed.append((flags, rows.decided))
-        if len(self._unsummed) == UNSUMMED_CALLS or flags.shape[-1] > 1:
+        if len(self._unsummed) == UNSUMMED_CALLS or flags.shape[-1] > UNSUMMED_QUERIES:
             self._sum()
 
     def count_call(self, decisions: int, dense_bulk_bytes: int) -> None:

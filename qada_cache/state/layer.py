@@ -127,7 +127,7 @@ class QAdALayer(Asker, DynamicLayer):
             held, given = (" and ".join(map(str, dict.fromkeys(pair))) for pair in dtypes)
             raise RuntimeError(
                 f"this QAdACache holds keys and values in {held} and was given {given}: use it with a model of the "
-                "dtype it was filled with, or reset() it"
+                "dtype, and under the autocast, that it was filled with, or reset() it"
             )
         elif key_states.device != self.device:
             self.drop_plans()

@@ -1,6 +1,7 @@
 """Attention masks: real tokens, padding, and refusal of masks that this cache cannot follow."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -65,8 +66,7 @@ class Padding:
         them. Computed on the mask's device, with one transfer to the host."""
         past, width = seen - queries, self.known.shape[1]
         visible, biased = read_mask(mask, batch=batch, seen=seen, queries=queries)
-        if (known := self._known_on_device).device != mask.device:
-            self._known_on_device = known = self.known.to(mask.device)
+        known = self._find_on(mask.device)
         visible_new = visible[..., past:]
         real = visible_new.any(dim=1)
         agrees = visible[..., width:past].all(dim=-1) & (visible[..., :width] == known[:, None]).all(dim=-1)
@@ -88,6 +88,19 @@ class Padding:
                 "by this attention mask a new token sees nothing, but is seen: let it see itself, or hide it from all"
             )
         return bool(on_host[0]), on_host[4:].view(batch, queries), visible_new.clone() if on_host[1] else None
+
+    def is_all_that_hides(self, mask: Tensor) -> bool:
+        """Whether a mask `[batch, tokens]` hides this padding, and no token else. The host waits for the device once,
+        and for few launches: a decode step of a graph asks each time."""
+        if not (width := self.known.shape[1]):
+            return bool(mask.all())
+        agrees = (mask[:, :width].bool() == self._find_on(mask.device)).all()
+        return bool(agrees & mask[:, width:].all())
+
+    def _find_on(self, device: torch.device) -> Tensor:
+        if self._known_on_device.device != device:
+            self._known_on_device = self.known.to(device)
+        return self._known_on_device
 
     def crop(self, seen: int) -> "Padding":
         """The padding of the first `seen` tokens."""
@@ -129,14 +142,19 @@ def read_mask(mask: Tensor, *, batch: int, seen: int, queries: int) -> tuple[Ten
     if mask.dim() == 2 and shape[1] == seen:
         return mask.bool()[:, None], unbiased
     if mask.dim() != 4 or shape[1:] != [1, queries, seen]:
-        raise ValueError(
-            f"cannot read an attention mask of shape {shape} in a call of {queries} tokens with {seen} seen so far: "
-            f"pass None, [batch, {seen}], or [batch, 1, {queries}, {seen}], one for all heads"
-        )
+        refuse_shape(shape, seen=seen, queries=queries)
     if mask.dtype == torch.bool:
         return mask[:, 0], unbiased
     rows = mask[:, 0] == 0
     return rows, (~rows & ~(mask[:, 0] <= HIDDEN)).any()  # nan is neither
+
+
+def refuse_shape(shape: Sequence[int], *, seen: int, queries: int) -> NoReturn:
+    """Raise ValueError for a mask of this shape. Other arguments are as for `Padding.extend`."""
+    raise ValueError(
+        f"cannot read an attention mask of shape {[*shape]} in a call of {queries} tokens with {seen} seen so far: "
+        f"pass None, [batch, {seen}], or [batch, 1, {queries}, {seen}], one for all heads"
+    )
 
 
 def refuse_bias(biased: Any) -> None:

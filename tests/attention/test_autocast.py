@@ -64,6 +64,15 @@ def test_attention_over_the_cache_is_float32(tokens: int) -> None:
     assert torch.equal(found[0], found[1])
 
 
+def test_a_cache_is_of_one_autocast() -> None:
+    """A model keeps its dtype, and gives keys of another one."""
+    model, ids = tiny(), prompt(40)[0]
+    cache = exact(model)
+    forced(model, ids, [40], cache)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="under the autocast"):
+        forced(model, ids[:, :1], [1], cache)
+
+
 @pytest.mark.usefixtures("autocast")
 def test_running_moments_are_float32() -> None:
     keys = torch.randn(1, 2, 700, 16, generator=torch.Generator().manual_seed(0)) + 5

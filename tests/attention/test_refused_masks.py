@@ -58,6 +58,25 @@ def test_masks_that_are_refused(wrong: str) -> None:
     assert (call(model, cache, ids[:, before:]) - wanted).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_mask_that_is_shorter_than_the_text(family: str, attention: str, tokens: int) -> None:
+    """A prompt's mask that is kept while decoding: new tokens would be padding, which is not stored. A wider one, made
+    for all the text to come, is served."""
+    model, (ids, padding) = tiny(family, attention=attention), prompt(PROMPT + tokens, PROMPT)
+    cache, short = exact(model), padding[:, :PROMPT]
+    call(model, cache, ids[:, :PROMPT], short)
+    said = rf"shape \[2, {PROMPT}\] in a call of {tokens} tokens with {PROMPT + tokens} seen so far"
+    with pytest.raises(ValueError, match=said):
+        call(model, cache, ids[:, PROMPT:], short)
+    assert cache.get_seq_length() == PROMPT
+    wide = torch.cat([padding, torch.zeros(2, 9, dtype=torch.long)], dim=1)
+    wanted = call(model, dynamic(model), ids, padding)[:, PROMPT:]
+    got = call(model, cache, ids[:, PROMPT:], wide)
+    assert (got - wanted)[padding[:, PROMPT:].bool()].abs().max() < 1e-3
+
+
 @pytest.mark.parametrize(("attention", "form"), [("sdpa", "bool"), ("eager", "lowest")])
 def test_a_token_that_sees_nothing(attention: str, form: str) -> None:
     """Its output would be zero under sdpa, the mean of all values under eager: of a row of padding so far."""

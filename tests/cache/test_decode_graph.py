@@ -29,6 +29,7 @@ from qada_cache.decode_graph.step import Places, Step
 from qada_cache.kernels import choice, cpu
 from qada_cache.key_moments import of_layer
 from qada_cache.storage import row_tensors, transfers
+from qada_cache.storage.padding import Padding
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -156,8 +157,11 @@ def test_selected_tokens(bits: int, device: str) -> None:
 def test_a_replay_prepares_the_next_step(
     lengths: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replay writes the next step's places on the device; the host writes them once after each flush."""
-    model, written, write = tiny(num_hidden_layers=1).to(device), [], Places.write
+    """A replay writes the next step's places on the device; the host writes them once after each flush. It compares
+    the mask in few operations, too, of padded rows."""
+    model, compared, compare = tiny(num_hidden_layers=1).to(device), [], Padding._compare
+    monkeypatch.setattr(Padding, "_compare", lambda *given: compared.append(given) or compare(*given))
+    written, write = [], Places.write
     cache = make(model, token_threshold=0.0, cuda_graph=True)
     monkeypatch.setattr(Places, "write", lambda own, step: written.append(RecordedGraph.replays) or write(own, step))
     ids, mask = (part.to(device) for part in prompt(*lengths))
@@ -174,6 +178,7 @@ def test_a_replay_prepares_the_next_step(
             assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
             prepared += 1
     assert prepared > 8
+    assert len(compared) < 24 - prepared
     assert len(written) < RecordedGraph.replays - 6
 
 

@@ -104,16 +104,19 @@ def test_parts_are_not_rounded() -> None:
     torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-5, rtol=2e-6)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_threads_change_nothing(threads: int) -> None:
-    call, before = tensors(300, 300, 64, 64), torch.get_num_threads()
-    outs = []
-    for count in (1, threads):
-        torch.set_num_threads(count)
-        outs.append(torch.empty(2, 4, 300, 64))
-        prompt.prompt_attention(*call, scaling=0.2, causal=True, out=outs[-1])
-    torch.set_num_threads(before)
-    assert torch.equal(*outs)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_threads_change_nothing(dtype: torch.dtype) -> None:
+    """Nor does how many queries a thread gets at once: all get as many, as far as strips of at most 32 allow."""
+    before, kernel = torch.get_num_threads(), prompt.build(64, 64, dtype)
+    for queries in (1, 64, 96, 97, 113, 128, 193, 300, 600):
+        outs, call = [], tensors(queries, 600, 64, 64, dtype=dtype)
+        for threads in (1, 2, 3, 16):
+            torch.set_num_threads(threads)
+            outs.append(torch.empty(2, 4, queries, 64))
+            prompt.prompt_attention(*call, scaling=0.2, causal=True, out=outs[-1])
+            assert 0 < kernel.block_size(queries, threads) <= min(96, -(-queries // threads) + 31)
+        torch.set_num_threads(before)
+        assert all(torch.equal(outs[0], out) for out in outs[1:])
 
 
 def test_scores_far_apart_and_alike() -> None:
@@ -216,15 +219,21 @@ def padding(side: str) -> Tensor:
 
 @pytest.mark.parametrize("side", PADDED)
 def test_padded_rows_are_read_one_by_one(side: str) -> None:
-    """Each row's real tokens as if there were no others, nan among them; padding gets zeros."""
+    """Each row's real tokens as if there were no others, nan among them; padding gets zeros. At a row's end it sees
+    the real tokens before it."""
     valid = padding(side)
     inputs = Inputs(3, heads=4, kv_heads=2, dim=80, value_dim=48, dtype=torch.bfloat16)
     key, value, states = inputs(300, batch=3)
     layer = new_layer(key, value)
-    hidden = [part.masked_fill(~valid[:, None, :, None], torch.nan) for part in (states, key, value)]
-    found = attend_to_prompt(layer, Query(hidden[0], 0.2, valid=valid), *hidden[1:])
+    asked = valid.clone()
+    asked[:, -1] = valid.any(dim=1)
+    query, key, value = (
+        part.masked_fill(~shown[:, None, :, None], torch.nan)
+        for part, shown in ((states, asked), (key, valid), (value, valid))
+    )
+    found = attend_to_prompt(layer, Query(query, 0.2, valid=valid), key, value)
     assert found is not None
-    assert torch.equal(found.any(dim=-1).any(dim=-1), valid)
+    assert torch.equal(found.any(dim=-1).any(dim=-1), asked)
     for row, real in enumerate(valid):
         if real.any():
             part = [each[row : row + 1, :, real] for each in (states, key, value)]
@@ -232,6 +241,9 @@ def test_padded_rows_are_read_one_by_one(side: str) -> None:
             own = (by_torch(*part, True)[..., :48] - in_float64(*part, True)[0]).abs()
             assert error.mean() <= 1.02 * own.mean()
             assert error.max() <= 1.5 * own.max()
+            last = found[row : row + 1, -1:].transpose(1, 2)
+            wanted, _ = in_float64(states[row : row + 1, :, -1:], *part[1:], False)
+            assert (last - wanted).abs().max() <= 2**-8 * value[row, :, real].abs().max()
 
 
 def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:

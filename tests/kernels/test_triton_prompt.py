@@ -14,7 +14,7 @@ from models import exact, prompt, tiny
 from torch import Tensor
 
 from qada_cache.attention.exact import attend_to_prompt
-from qada_cache.kernels import prompt_choice, sampled_prompt
+from qada_cache.kernels import partial_attention, prompt_choice, sampled_prompt
 from qada_cache.kernels.operands import Query
 from qada_cache.kernels.sampled_prompt import FLOOR, TILE, encode
 from qada_cache.state.layer import QAdALayer
@@ -313,7 +313,8 @@ def test_a_trial_finds_probabilities_that_are_off(block: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("lengths", [(300, 261), (190, 300)], ids=str)
 def test_padded_rows_are_read_as_by_themselves(lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On whichever side the padding is, whose outputs are zeros; a row of nothing else is not read."""
+    """On whichever side the padding is, whose outputs are zeros but at a row's end; a row of nothing else is not
+    read."""
     monkeypatch.setattr(prompt_choice, "_find_prompt_fault", lambda *_, **__: None)
     for tail in (0, 7):
         valid = torch.zeros(3, 300, dtype=torch.bool)
@@ -329,5 +330,10 @@ def test_padded_rows_are_read_as_by_themselves(lengths: tuple[int, int], monkeyp
             own = [part[row : row + 1, :, valid[row]] for part in call]
             out, read = attend(own, 300.0, layer.options.window)
             expected[row, valid[row]], pairs = out[0].transpose(0, 1), pairs + read
+            if tail:
+                pair = (part.repeat_interleave(2, dim=1) for part in own[1:])
+                last, _ = partial_attention(call[0][row : row + 1, :, -1:], *pair, scaling=SCALING)
+                torch.testing.assert_close(found[row, -1], last[0, :, 0])
+                expected[row, -1] = found[row, -1]
         assert torch.equal(found, expected)
         assert int(layer.counters.prompt_read_pairs) == pairs

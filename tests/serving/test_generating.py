@@ -213,6 +213,26 @@ def test_a_cache_that_is_brought_is_used(model: PreTrainedModel, reads: Reads, n
     assert reads[-1] == got.shape[1] - 1  # without a cache all is read for every token
 
 
+HUB = {
+    "contrastive_search": {"penalty_alpha": 0.5, "top_k": 3},
+    "group_beam_search": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "dola_generation": {"dola_layers": "low"},
+}
+
+
+@pytest.mark.parametrize("mode", HUB)
+@pytest.mark.parametrize("cached", [True, False])
+def test_modes_that_moved_to_the_hub_are_refused(
+    model: PreTrainedModel, mode: str, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask for a `trust_remote_code` that was given. It gets one where it is not kept back."""
+    with pytest.raises(ValueError, match=f"does not serve {mode}, .*call generate without this custom_generate"):
+        ours(model, said(60), use_cache=cached, **HUB[mode])
+    monkeypatch.setattr(type(model), "load_custom_generate", lambda *_, **__: lambda **given: "by the Hub's code")
+    given: dict[str, Any] = {"trust_remote_code": True, "use_cache": cached, **HUB[mode]}
+    assert generate(said(60), model=model, **given) == "by the Hub's code"
+
+
 def test_a_cache_beside_an_implementation_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
         ours(model, said(60), cache_implementation="static")

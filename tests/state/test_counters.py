@@ -3,6 +3,7 @@
 import copy
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from qada_cache.state import counters
@@ -19,7 +20,7 @@ def test_sums_of_many_calls() -> None:
     assert counted.record["local_groups"] is None
     assert counted.nbytes == 0
     for call in range(3 * counters.UNSUMMED_CALLS):
-        batch, queries = (2, 1) if call % 40 < 35 else (3, 4)
+        batch, queries = (2, 1) if call % 40 < 35 else (3, 4) if call % 40 < 38 else (1, 9)
         rows = 1 if call % 7 else batch
         flags = torch.rand(batch, 2, 3, queries, generator=generator) < 0.3
         decided = torch.rand(rows, 1, queries, generator=generator) < 0.8
@@ -31,7 +32,7 @@ def test_sums_of_many_calls() -> None:
                 if decided[row if rows > 1 else 0, 0, query]:
                     heads += ~flags[row, :, :, query]
                     groups += ~flags[row, :, :, query].any(dim=-1)
-        assert counted.nbytes <= 2 * 2 * 3 * counters.UNSUMMED_CALLS + heads.nbytes + groups.nbytes
+        assert counted.nbytes <= 3 * 2 * 3 * 4 * counters.UNSUMMED_CALLS + heads.nbytes + groups.nbytes
         if call in (3, 50):
             assert torch.equal(counted.record["local_heads"], heads)
             twin = copy.deepcopy(counted)
@@ -48,6 +49,16 @@ def test_sums_of_many_calls() -> None:
     assert again.decisions == counted.decisions + 1
     assert counted.dense_bulk_bytes == 3 * dense_tokens
     assert again.dense_bulk_bytes == counted.dense_bulk_bytes + 15
+
+
+def test_drafts_are_summed_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum for each draft would be nine kernels a layer; calls of more queries hold more flags."""
+    counted, summed, own = Counters(), list[int](), Counters._sum
+    monkeypatch.setattr(Counters, "_sum", lambda self: summed.append(len(self._unsummed)) or own(self))
+    for queries in (*range(1, 9), 9, 100):
+        geometry = SimpleNamespace(decided=torch.ones(1, 1, queries, dtype=torch.bool), decisions=1, dense_tokens=1)
+        counted.count(torch.zeros(1, 2, 3, queries, dtype=torch.bool), geometry, 3)
+    assert summed == [9, 1]
 
 
 def test_flags_of_two_devices() -> None:

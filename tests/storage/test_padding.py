@@ -1,4 +1,4 @@
-"""Masks for a row whose new tokens are all padding."""
+"""Masks for a row whose new tokens are all padding, and masks of a decode step beside known padding."""
 
 from __future__ import annotations
 
@@ -24,3 +24,17 @@ def test_a_row_of_padding_tells_of_the_past_where_it_sees_some_of_it(seen: int, 
         assert visible is None
         assert padding.count_by_row(1) == [0 if seen == 8 else 3]
         assert valid is None or not valid.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+@pytest.mark.parametrize("padded", [0, 3])
+def test_a_mask_that_hides_padding_alone(padded: int, dtype: torch.dtype) -> None:
+    mask = torch.ones(2, 20, dtype=dtype)
+    mask[1, :padded] = 0
+    padding, *_ = NONE.extend(mask.bool(), batch=2, seen=20, queries=20)
+    mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    assert padding.is_all_that_hides(mask)
+    for row, token in ((0, 0), (1, 2), (1, 3), (0, 19), (1, 20)):
+        other = mask.clone()
+        other[row, token] = 1 - other[row, token].to(torch.int64)
+        assert not padding.is_all_that_hides(other)

@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int BLOCK = 96;  // queries of a job
+constexpr int BLOCK = 96;  // the most queries of a job
 static_assert(BLOCK % STRIP == 0);
 
 struct Strides {
@@ -39,11 +39,18 @@ void write(const Call& call, const Strip& strip, int q, int64_t batch, int64_t h
             (strip.peak[q] + std::log2(strip.total[q])) * LN_2;
 }
 
-// Attention of a block of queries, of all heads that share the packed `keys` and `values`. All heads attend to a tile
-// before the next one.
-void attend(const Call& call, int64_t batch, int64_t kv_head, int64_t start, const uint32_t* keys,
+// Queries of each job, whole strips: so many that all threads get as many, as far as strips allow. They wait for the
+// last one.
+int64_t find_block(int64_t queries, int64_t threads) {
+    const int64_t most = BLOCK * threads, jobs = std::max<int64_t>((queries + most - 1) / most, 1) * threads;
+    return std::clamp<int64_t>(((queries + jobs - 1) / jobs + STRIP - 1) / STRIP * STRIP, STRIP, BLOCK);
+}
+
+// Attention of the queries from `start` to `stop`, of all heads that share the packed `keys` and `values`. All heads
+// attend to a tile before the next one.
+void attend(const Call& call, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, const uint32_t* keys,
             const uint32_t* values, Strip* strips) {
-    const int64_t group = call.heads / call.kv_heads, stop = std::min(start + BLOCK, call.queries);
+    const int64_t group = call.heads / call.kv_heads;
     const int64_t ahead = call.causal ? call.tokens - call.queries : call.tokens;  // seen by query 0, less itself
     const auto seen = [&](int64_t query) { return std::min(ahead + query + 1, call.tokens); };
     const int count = (stop - start + STRIP - 1) / STRIP;
@@ -71,7 +78,8 @@ void attend(const Call& call, int64_t batch, int64_t kv_head, int64_t start, con
 
 void attend(const Call& call) {
     const int64_t chunks = (call.tokens + TILE - 1) / TILE * (TILE / CHUNK), group = call.heads / call.kv_heads;
-    const int64_t blocks = (call.queries + BLOCK - 1) / BLOCK, strips = group * (BLOCK / STRIP);
+    const int64_t size = find_block(call.queries, call.threads), blocks = (call.queries + size - 1) / size;
+    const int64_t strips = group * (size / STRIP);
     std::unique_ptr<uint32_t[]> keys(new uint32_t[chunks * CHUNK * WORDS]);
     std::unique_ptr<uint32_t[]> values(new uint32_t[chunks * CHUNK / IN_WORD * VALUE_DIM]);
     std::unique_ptr<Strip[]> room(new Strip[call.threads * strips]);
@@ -87,8 +95,8 @@ void attend(const Call& call) {
             // The last ones first: they see most.
 #pragma omp for schedule(dynamic)
             for (int64_t block = blocks - 1; block >= 0; block--)
-                attend(call, batch, head, block * BLOCK, keys.get(), values.get(),
-                       &room[omp_get_thread_num() * strips]);
+                attend(call, batch, head, block * size, std::min((block + 1) * size, call.queries), keys.get(),
+                       values.get(), &room[omp_get_thread_num() * strips]);
         }
     }
 }
@@ -97,6 +105,9 @@ void attend(const Call& call) {
 
 // prompt.py compares this with the size of its own structure before the first call.
 extern "C" int64_t call_size() { return sizeof(Call); }
+
+// How queries are shared out, for tests.
+extern "C" int64_t block_size(int64_t queries, int64_t threads) { return find_block(queries, threads); }
 
 // Returns 1 if memory ran out.
 extern "C" int prompt_attention(const Call* call) try {
