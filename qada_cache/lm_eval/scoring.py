@@ -151,8 +151,9 @@ def _score_batch(
             for index, continuation in row.requests:
                 unscored = len(row.queries) - len(continuation)  # 0, but of a row that is read whole
                 begin = max(start, unscored)
-                wanted = torch.tensor(continuation[begin - unscored : stop - unscored], dtype=torch.long)
-                wanted, here = wanted.to(ids.device), slice(begin - start, begin - start + len(wanted))
+                given = continuation[begin - unscored : stop - unscored]
+                wanted = torch.tensor(given, dtype=torch.long, device=ids.device)
+                here = slice(begin - start, begin - start + len(wanted))
                 parts.setdefault(index, []).append(scores[here].gather(-1, wanted[:, None]).squeeze(-1))
                 agrees[index] = agrees.get(index, True) and greedy[here].equal(wanted)
     return [(index, float(torch.cat(scored).sum()), agrees[index]) for index, scored in parts.items()]
