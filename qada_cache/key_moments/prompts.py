@@ -80,7 +80,7 @@ def make_ids(
 
 def read_dataset(name: str, subset: str | None, split: str, column: str, *, characters: int) -> str:
     """The first rows of a dataset's text, at least `characters` long if the dataset is. ValueError without the package
-    datasets, or without the column."""
+    datasets, or without the column, or if that holds no text."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -89,9 +89,15 @@ def read_dataset(name: str, subset: str | None, split: str, column: str, *, char
     for row in load_dataset(name, subset, split=split, streaming=True):
         if column not in row:
             raise ValueError(f"{name} has no column {column!r}, it has {', '.join(row)}")
+        if row[column] is None:
+            continue
+        if not isinstance(row[column], str):
+            raise ValueError(f"column {column!r} of {name} has no text, it has {row[column]!r:.40}")
         text += row[column] + "\n"
         if len(text) >= characters:
             break
+    if not text.strip():  # else our article would be read instead
+        raise ValueError(f"column {column!r} of {name} has no text in the split {split!r}")
     return text
 
 

@@ -180,6 +180,13 @@ def find_growing_parameters(settings: dict[str, Any], layer: int) -> dict[str, A
     return parameters if parameters.get("rope_type") in FREQUENCIES_BY_LENGTH else None
 
 
+def list_changes(settings: dict[str, Any], layers: Iterable[int]) -> dict[int, int]:
+    """The longest sequence that each of these layers reads by its first frequencies, for those that change them."""
+    growing = {layer: each for layer in layers if (each := find_growing_parameters(settings, layer)) is not None}
+    names = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+    return {layer: (settings | each)[names[each["rope_type"]]] for layer, each in growing.items()}
+
+
 def change_as_known(
     model: PreTrainedModel,
     tokens: Tensor,
@@ -190,14 +197,10 @@ def change_as_known(
 ) -> bool:
     """Whether `find_rotation_at` knows the frequencies of these `rotations`, which were found for sequences of
     `length`, and those of a far longer sequence. Some models (Hunyuan, Phi-MoE) compute them in a way of their own."""
-    growing = {layer: each for layer in rotations if (each := find_growing_parameters(settings, layer)) is not None}
-    changes = (
-        each["original_max_position_embeddings" if each["rope_type"] == "longrope" else "max_position_embeddings"]
-        for each in (settings | each for each in growing.values())
-    )
-    longer = max(length, 2 * max(changes, default=0))
+    changes = list_changes(settings, rotations)
+    longer = max([length, *(2 * change for change in changes.values())])
     beyond = find_rotations(model, tokens, longer, shard)
-    for layer in growing:
+    for layer in changes:
         for seen, found in ((length, rotations[layer]), (longer, beyond[layer])):
             known = find_rotation_at(rotations[layer], settings, layer, seen - LOCAL_TOKENS).frequencies
             if found is None or len(found.frequencies) != len(known):

@@ -165,7 +165,7 @@ class QAdALM(HFLM):
             )
         # A wrong option or model is refused before any request. The tokenizer need not be the one beside the model.
         prepare(self.model, self.tokenizer, **options)
-        taken = QAdACache(self.model, **options).options
+        taken = (first := QAdACache(self.model, **options)).options
         self.cache_tuned = tuned_choice.describe(taken) if taken.tuned else ""  # the setting that these caches take
         # All caches of a run go by one setting, whatever `qada tune` keeps meanwhile.
         setting = asdict(Thresholds.of(taken))
@@ -174,6 +174,8 @@ class QAdALM(HFLM):
         self._cache_options = {"progress": True} | options | setting | {"tuned": False}
         if store is not None and self.mixed_precision_dtype is not None:
             raise ValueError(f"cache_store={store} keeps keys in the model's dtype: give dtype=, no mixed precision")
+        self._change, self._alone = scoring.find_change(self.model), scoring.reads_by_column(first)
+        self._first_position = scoring.find_first_position(self.model)
         self.beginnings = None if store is None else Beginnings(str(store), self.model, self._cache_options)
         self.saved_tokens: Counter[str] = Counter()  # by task: of prompts, those that were stored
         # By task: statistics of its caches in this process, at the end of their batches, shares as means.
@@ -233,7 +235,7 @@ class QAdALM(HFLM):
     def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`. The
         `mask` `[rows, cached + tokens]` is 0 at padding. Positions are given: by itself the model counts padding."""
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        positions = self._first_position + (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         precision = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(
@@ -253,13 +255,26 @@ class QAdALM(HFLM):
         self._count(cache.stats(gather=True))
         return tokens
 
+    def _detect_batch_size(self, requests: Sequence | None = None, pos: int = 0) -> int:
+        """As `HFLM`, but not again for texts that are shorter than earlier ones, by at most a half."""
+        tokens = min(len(requests[pos][1] + requests[pos][2]) - 1, self.max_length) if requests else self.max_length
+        known = [size for length, size in self.batch_sizes.items() if tokens <= length <= 2 * tokens]
+        if not known:
+            self.batch_sizes[tokens] = super()._detect_batch_size(requests, pos)
+        return max(known) if known else self.batch_sizes[tokens]
+
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, override_bs: int | None = None) -> list:
-        rows = scoring.make_rows([(context, continuation) for _, context, continuation in requests], self.max_length)
-        size = override_bs or self.batch_size
-        if size == "auto":
-            longest = max(requests, key=lambda request: sum(map(len, request[1:])))  # context and continuation
-            size = self._detect_batch_size([longest])
-        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        rows = scoring.make_rows(pairs, self.max_length, self._change)
+
+        def choose_size(start: int, most: Sequence[int]) -> int:
+            size = 1 if self._alone else override_bs or self.batch_size
+            if size != "auto":
+                return size
+            part = len(most) / self.batch_schedule  # of the rows, which take one size: N of them for "auto:N"
+            return self._detect_batch_size([(None, [0] * most[int(start // part * part)], [0])])
+
+        batches = scoring.make_batches(rows, choose_size, self._change)
         answers: list[Any] = [None] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         with bar:

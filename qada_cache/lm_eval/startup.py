@@ -55,6 +55,11 @@ def _teach_hflm(huggingface):
             from qada_cache.lm_eval import QAdALM
 
             cls = QAdALM
+        elif cls is hflm and any(name.startswith("cache_") and name != "cache_dir" for name in kwargs):
+            from qada_cache.lm_eval import KEYWORDS
+
+            if ours := [name for name in KEYWORDS if name in kwargs]:
+                raise ValueError(f"{', '.join(ours)} without cache=: add cache=qada, which takes them")
         return inherited(cls) if inherited is object.__new__ else inherited(cls, *args, **kwargs)
 
     hflm.__new__ = staticmethod(new)

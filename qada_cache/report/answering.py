@@ -8,7 +8,7 @@ from itertools import takewhile
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..models import find_inputs_device
+from ..models import find_inputs_device, forgets_states
 from ..stats import CacheStats, count_bytes
 from ..versions import pass_cache
 from .asking import Asked
@@ -36,9 +36,13 @@ def read_document(model: PreTrainedModel, asked: Asked, cache: DynamicCache) -> 
 
 
 def read_tokens(model: PreTrainedModel, ids: list[int], cache: DynamicCache) -> int:
-    """Read ids in one pass; the likeliest next token, which is waited for."""
+    """Read ids in one pass, or one by one where the model would forget what the cache holds; the likeliest next token,
+    which is waited for."""
     given = torch.tensor([ids], dtype=torch.int64, device=find_inputs_device(model))
-    return int(model(input_ids=given, **pass_cache(cache), logits_to_keep=1).logits[0, -1].argmax())
+    most = 1 if cache.get_seq_length() and forgets_states(model.config.get_text_config(decoder=True)) else len(ids)
+    for part in given.split(most, dim=1):
+        logits = model(input_ids=part, **pass_cache(cache), logits_to_keep=1).logits
+    return int(logits[0, -1].argmax())
 
 
 def give_answer(

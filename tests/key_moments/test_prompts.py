@@ -1,5 +1,6 @@
 """The prompts that moments are collected from."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from qada_cache import KeyMoments
+from qada_cache.__main__ import main
 from qada_cache.key_moments.prompts import ARTICLE, PROMPTS, choose_prompt, make_ids
 
 
@@ -122,3 +124,23 @@ def test_given_text_and_ids(english: PreTrainedTokenizerFast) -> None:
         ids(torch.tensor([1, 2, 3]))
     with pytest.raises(ValueError, match="needs the model's tokenizer"):
         ids("clay river")
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([7, 8], "column 'words' of {} has no text, it has 7"),
+        (["", " ", None], "column 'words' of {} has no text in the split 'train'"),
+        ([None, "tiger"], "the prompt (wiki) has 2 tokens and 200 were asked for"),
+    ],
+)
+def test_a_dataset_without_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], column: list[Any], message: str
+) -> None:
+    """Our article is not read in its place; rows without a text are left out."""
+    pytest.importorskip("datasets", reason="--dataset needs the package datasets")
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"words": row}) + "\n" for row in column))
+    arguments = ["--prompt", "wiki", "--tokens", "200", "--out", str(tmp_path / "moments.safetensors")]
+    dataset = ["--dataset", str(tmp_path), "--column", "words"]
+    assert main(["moments", "--model", str(needle.FOLDER), *arguments, *dataset]) == 1
+    assert message.format(tmp_path) in capsys.readouterr().err

@@ -209,6 +209,31 @@ def test_another_text_and_what_is_refused(tmp_path: Path) -> None:
         prose.dataset(**{**asked, "form": "common_words"}, text=str(text))
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("max_seq_lengths", value) for value in (4096, "4096", ["1024"], [])),
+        *(("documents", value) for value in ("8", 0, -1)),
+        ("text", ""),
+    ],
+)
+def test_wrong_metadata_is_named(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{option} is ") + ".*got " + re.escape(repr(value))):
+        prose.dataset(form="needles", answer_tokens=16, **TOKENIZER, **{option: value})
+
+
+def test_the_tokenizer_is_loaded_as_by_lm_eval(tmp_path: Path) -> None:
+    """From the subfolder and revision that the model's arguments name."""
+    needle.load_tokenizer().save_pretrained(tmp_path / "inner")
+    model = {"pretrained": str(tmp_path), "subfolder": "inner"}
+    assert prose.make_ruler(model)(questions.Question("the old farmer", "walks", [])) == 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prose, "load_tokenizer", lambda *name, **given: asked.append(given) or needle.load_tokenizer())
+        asked: list[dict[str, Any]] = []
+        prose.make_ruler({**model, "revision": "old"})
+    assert asked == [{"subfolder": "inner", "revision": "old", "trust_remote_code": False}]
+
+
 def test_a_list_is_longer_than_there_are_words() -> None:
     """The ten are still the most common by far, and the others of no great number each."""
     words = [f"{letter}{number}" for letter in "abcd" for number in range(10)]

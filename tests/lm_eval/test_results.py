@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import needle
@@ -12,7 +13,7 @@ import torch
 from test_lm_eval import TASKS, evaluate, needle_lm, random_lm
 
 from qada_cache import QAdACache, StaticHeads, tuned_choice
-from qada_cache.lm_eval import make_metrics, split_arguments
+from qada_cache.lm_eval import make_metrics, split_arguments, startup
 from qada_cache.state import TOKEN_THRESHOLD
 
 
@@ -116,6 +117,20 @@ def test_what_other_processes_computed_is_reported(monkeypatch: pytest.MonkeyPat
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         needle_lm(**arguments)
+
+
+def test_arguments_of_a_cache_without_one_are_refused() -> None:
+    """Transformers would say that a model does not know them."""
+
+    class Stock:
+        def __init__(self, **given: Any) -> None:
+            self.given = given
+
+    startup._teach_hflm(SimpleNamespace(HFLM=Stock))
+    with pytest.raises(ValueError, match="cache_threshold, cache_heads without cache=: add cache=qada"):
+        Stock(cache_heads="file", cache_threshold=1)
+    others = {"cache_dir": "folder", "cache_implementation": "static"}
+    assert Stock(**others).given == others
 
 
 def test_arguments_of_transformers_pass() -> None:

@@ -10,9 +10,11 @@ from byte_tokenizer import TEMPLATE, tokenizer
 from models import tiny
 from pages import HOSTILE, OPTIONS, Page, make_page, model, read_data, request, unpack
 from small_sketch import small_sketch
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, DynamicCache
 
+from eval import families
 from qada_cache import QAdACache, report
+from qada_cache.report.answering import read_tokens
 from qada_cache.report.asking import ask
 from qada_cache.state.observation import Observation
 from qada_cache.versions import pass_cache
@@ -175,3 +177,14 @@ def test_what_cannot_be_asked_is_refused() -> None:
             ask(tokenizer(template=wrong), request("a"), None)
     with pytest.raises(ValueError, match="no word of the document fits 1 tokens"):
         ask(tokenizer(template=None), request("\U0001f600", tokens=1), None)
+
+
+def test_a_question_to_a_model_that_forgets_its_states() -> None:
+    """Mamba's first kind does, in calls of several tokens behind the document: those are read one by one."""
+    made = families.build("jamba")[0].eval()
+    document, question = ([1 + (7 * place) % 90 for place in range(count)] for count in (40, 6))
+    with torch.inference_mode():
+        wanted = made(torch.tensor([document + question]), use_cache=False).logits[0, -1].argmax()
+        for cache in (DynamicCache(config=made.config), QAdACache(made, **families.EXACT)):
+            read_tokens(made, document, cache)
+            assert read_tokens(made, question, cache) == wanted

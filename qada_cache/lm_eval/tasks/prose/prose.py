@@ -51,8 +51,8 @@ def fit(
 def make_ruler(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
     """A function that counts a question's tokens: with the answer's prefix, and in the chat template if there is one.
 
-    lm-eval's model arguments name the tokenizer as for RULER's tasks, by `tokenizer`, `pretrained` or `model`, and
-    `gguf_file` where the model is one.
+    lm-eval's model arguments name the tokenizer as for RULER's tasks, by `tokenizer`, `pretrained` or `model`, its
+    `revision` and `subfolder`, and `gguf_file` where the model is one.
 
     Raises:
         OSError, ValueError: no tokenizer is named, or it cannot be loaded.
@@ -64,6 +64,7 @@ def make_ruler(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
             "the metadata of a TaskManager"
         )
     given: dict[str, Any] = {"trust_remote_code": bool(model_arguments.get("trust_remote_code"))}
+    given |= {name: model_arguments[name] for name in ("revision", "subfolder") if model_arguments.get(name)}
     if model_arguments.get("gguf_file") and not model_arguments.get("tokenizer"):
         given["gguf_file"] = model_arguments["gguf_file"]
     tokenizer = load_tokenizer(name, **given)
@@ -99,7 +100,15 @@ def dataset(
 
     Raises:
         OSError, ValueError: the text or the tokenizer cannot be used, or a length is too short.
+        ValueError: another option of `--metadata` is wrong.
     """
+    lengths = list(max_seq_lengths) if isinstance(max_seq_lengths, Iterable) else []
+    if not lengths or not all(type(length) is int for length in lengths):
+        raise ValueError(f"max_seq_lengths is a list of numbers of tokens, as [4096], got {max_seq_lengths!r}")
+    if type(documents) is not int or documents < 1:
+        raise ValueError(f"documents is a number of at least 1, got {documents!r}")
+    if text == "":
+        raise ValueError("text is the path of a text file, got ''")
     prose, ruler = questions.load(text), make_ruler(model_arguments)
 
     def make(settings: dict[str, Any], number: int, size: int) -> Question:
@@ -108,7 +117,7 @@ def dataset(
         return getattr(questions, form)(draw, size, prose, where=where, **settings)
 
     rows = []
-    for length in max_seq_lengths:
+    for length in lengths:
         settings, size = dict(options or {}), SMALLEST
         if form == "common_words" and length < 4096:
             settings = {"often": 6, "seldom": 1, **settings}  # RULER's, for short lists
