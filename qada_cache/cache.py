@@ -263,8 +263,7 @@ class QAdACache(WatchedCache):
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state; the model has another dtype.
-            NotImplementedError: a layer of another kind holds more than tensors and numbers, or processes share the
-                model.
+            NotImplementedError: a layer of another kind holds what no file may have, or processes share the model.
             OSError: the file cannot be written, or is no regular file.
         """
         self._check_whole()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
 from .files import tensor_file
@@ -84,9 +84,20 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
         state["moments"] = options.other_moments.to_header()
     if shared.rope_deltas.held is not None:
         tensors[rope_deltas.NAME] = shared.rope_deltas.held
+    _check_readable(layers, managed.config)
     records = [record_layer(layer) if isinstance(layer, QAdALayer) else vars(layer) for layer in layers]
     state["layers"] = [encode_record(record, f"layer {index}", tensors) for index, record in enumerate(records)]
     tensor_file.write(path, KIND, tensors, state)
+
+
+def _check_readable(layers: Sequence[Any], config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError if `load` would refuse one of transformers' own layers, as those with other counts."""
+    for layer, fresh in zip(layers, DynamicCache(config=config).layers, strict=True):
+        try:
+            if not isinstance(layer, QAdALayer):
+                check_stock(fresh, vars(layer))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise NotImplementedError(f"QAdACache.save has no format for layers of this model: {error}") from error
 
 
 def read_cache(

@@ -37,3 +37,5 @@ def drop_tensors(layer: Any) -> None:
         for kind in ("conv_states", "recurrent_states"):
             for states, empty in ((getattr(layer, kind), None), (getattr(layer, f"is_{kind}_initialized"), False)):
                 states.update(dict.fromkeys(states, empty))
+        layer.conv_kernel_size.update(dict.fromkeys(layer.conv_kernel_size))
+        layer.device = layer.dtype = None
