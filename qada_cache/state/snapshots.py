@@ -46,7 +46,7 @@ class Snapshots:
     farther. A crop to any length has to read again at most a quarter of the tokens behind it."""
 
     def __init__(self, every: int) -> None:
-        self.every = every
+        self.every = max(every, LONG)  # a pass over fewer leaves no snapshot
         self.kept: list[Snapshot] = []  # ascending by `tokens`
         self._before = 0  # the cache's tokens when the last pass began
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from models import dynamic, exact, forced, generate, logits_of, prompt, tiny
+from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from eval.families import build
 from qada_cache import QAdACache
@@ -78,6 +79,31 @@ def test_other_lengths_are_refused_as_before(family: str) -> None:
     with pytest.raises((RuntimeError, ValueError)):
         cache.crop(-20)
     assert cache.find_last_beginning(401) == 401
+
+
+def test_snapshots_closer_than_a_pass_that_leaves_one() -> None:
+    """They are as close as such passes are."""
+    model, cache = keeping("gemma3", every=5)
+    generate(model, TEXT, cache, tokens=2)
+    assert held(cache)[-3:] == [336, 368, 400]
+
+
+def test_layers_that_hold_all_tokens_go_back_to_any_length() -> None:
+    model = tiny("gemma3", sliding_window=200)
+    cache = exact(model)
+    forced(model, TEXT[:, :199], [199], cache)
+    assert cache.find_last_beginning(77) == 77
+    forced(model, TEXT[:, 199:200], [1], cache)
+    assert cache.find_last_beginning(77) == 0
+    parts = {"layers_block_type": ["attention", "mlp"] * 2, "num_hidden_layers": 4, "use_mamba_kernels": False}
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    config = NemotronHConfig(num_key_value_heads=2, **sizes, **parts)
+    model = NemotronHForCausalLM(config).eval()  # whose feed-forward layers hold nothing
+    cache = exact(model)
+    forced(model, TEXT[:, :150], [150], cache)
+    assert cache.find_last_beginning(77) == 77
+    cache.crop(-73)
+    assert cache.get_seq_length() == 77
 
 
 def test_nothing_is_kept_where_nothing_is_to_be() -> None:
