@@ -13,7 +13,14 @@ from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments
 from .key_moments.defaults import combine_sources
-from .models import find_full_attention_config, find_inputs_device, identity, list_sizes, rope_deltas
+from .models import (
+    find_full_attention_config,
+    find_inputs_device,
+    identity,
+    list_layer_devices,
+    list_sizes,
+    rope_deltas,
+)
 from .models.asking import UntoldWeightsError
 from .models.sharding import check_unsharded, count_processes
 from .said_once import warn_once
@@ -125,8 +132,8 @@ def read_cache(
         if given := state["options"].keys() ^ set(_OPTIONS):
             raise ValueError(f"it was saved with or without the options {', '.join(sorted(given))}")
         cache = make(criterion=criterion, moments=moments, **state["options"])
-        device = torch.device("cpu") if model is None else find_inputs_device(model)
-        for layer, encoded in zip(cache.layers, state["layers"], strict=True):
+        devices = list_layer_devices(model, len(cache.layers))
+        for layer, encoded, device in zip(cache.layers, state["layers"], devices, strict=True):
             record = decode_record(encoded, tensors, device)
             if isinstance(layer, QAdALayer):
                 restore_layer(layer, record, source)
@@ -141,7 +148,7 @@ def read_cache(
             fits = deltas.dtype == torch.int64 and deltas.dim() == 2 and deltas.shape[1] == 1 and len(deltas) > 0
             actual = f"{rope_deltas.NAME} {deltas.dtype} {list(deltas.shape)}"  # of beams, one of each prompt's
             require_fit("the cache", fits and not cache._count_rows() % len(deltas), actual, "int64 [rows, 1]")
-            cache._shared.rope_deltas.held = deltas.to(device)
+            cache._shared.rope_deltas.held = deltas if model is None else deltas.to(find_inputs_device(model))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         said = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} cannot be loaded: {said}") from error
