@@ -109,7 +109,7 @@ class WatchedCache(NoTensors, DynamicCache):
         if not tokens or all(isinstance(layer, QAdALayer) for layer in self.layers):
             return []
         earlier = [] if snapshots is None else [each for each in snapshots.kept if each.tokens < tokens]
-        return [*earlier, Snapshot.take(self.layers, tokens)]
+        return [*earlier, Snapshot.take(self.layers, tokens, earlier)]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen. Other layers than

@@ -142,6 +142,31 @@ def test_snapshots_are_few() -> None:
     assert kept.plan(600, least=113) == [600]
 
 
+def test_tokens_of_several_windows_are_held_once() -> None:
+    """Snapshots whose windows overlap go back to the states of a cache that has read no more."""
+    model = tiny("gemma3", sliding_window=100)
+    cache = exact(model)
+    cache.keep_snapshots(40)
+    generate(model, TEXT[:, :390], cache, tokens=2)
+    layer, snapshots = cache.layers[0], cache._shared.snapshots
+    whole, besides = 2 * layer.keys[:, :, :1].nbytes * 390, 8 * len(held(cache))  # a number beside the tokens
+    assert snapshots.nbytes <= whole + besides < len(held(cache)) * layer.keys.nbytes
+    for snapshot in snapshots.kept:
+        twin, plain = copy.deepcopy(cache), dynamic(model)
+        forced(model, TEXT[:, : snapshot.tokens], [snapshot.tokens], plain)
+        twin.crop(snapshot.tokens - 391)
+        torch.testing.assert_close(twin.layers[0].keys, plain.layers[0].keys)
+        torch.testing.assert_close(twin.layers[0].values, plain.layers[0].values)
+        assert twin.layers[0].cumulative_length == snapshot.tokens
+    edited = torch.cat([TEXT[:, :150], prompt(99, seed=4)[0]], dim=1)
+    cache.crop(cache.find_last_beginning(150) - 391)
+    generate(model, edited, cache, tokens=2)
+    cache.crop(-1)  # to the snapshot after the prompt, which shares tokens with those before the edit
+    plain = dynamic(model)
+    forced(model, edited, [249], plain)
+    torch.testing.assert_close(cache.layers[0].keys, plain.layers[0].keys)
+
+
 def test_what_cannot_be_cut_is_one_pass() -> None:
     model, cache = keeping("gemma3")
     mask = torch.ones(1, 400, dtype=torch.bool).tril()[:, None].expand(1, 1, 400, 400).tril()
