@@ -34,7 +34,7 @@ class Snapshot:
         before = earlier[-1] if earlier else Snapshot(0, {})
         fresh = tokens - before.tokens
         return Snapshot(
-            tokens, {index: _take(layer, before.layers.get(index, {}), fresh) for index, layer in others.items()}
+            tokens, {index: _take_states(layer, before.layers.get(index, {}), fresh) for index, layer in others.items()}
         )
 
     def read(self, index: int, like: dict[str, Any]) -> dict[str, Any]:
@@ -97,15 +97,15 @@ class Snapshots:
                 del self.kept[place]
 
 
-def _take(layer: Any, before: dict[str, Any], fresh: int) -> dict[str, Any]:
+def _take_states(layer: Any, before: dict[str, Any], fresh: int) -> dict[str, Any]:
     """The states of a layer whose `fresh` newest tokens are not in those of `before`."""
     parts = dict[str, Any]()
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.keys.dim() == 4:
-        parts = {name: _split(getattr(layer, name), before.get(name) or [], fresh) for name in ("keys", "values")}
+        parts = {name: _split_parts(getattr(layer, name), before.get(name) or [], fresh) for name in ("keys", "values")}
     return _copy({name: state for name, state in vars(layer).items() if name not in parts}, {}) | parts
 
 
-def _split(state: Tensor, before: list[Tensor], fresh: int) -> list[Tensor]:
+def _split_parts(state: Tensor, before: list[Tensor], fresh: int) -> list[Tensor]:
     """Keys or values `[rows, heads, tokens, dim]` as parts: a copy of the `fresh` newest, behind parts of `before`."""
     shared, older = list[Tensor](), state.shape[2] - fresh
     if older <= 0 or sum(part.shape[2] for part in before) < older:
