@@ -187,7 +187,7 @@ class QAdACache(WatchedCache):
                 prompt = max((held := layer.get_seq_length()) + tokens, generation.find_prompt().tokens)
                 self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
         if not isinstance(layer, QAdALayer):  # ours check for themselves, and notice what they did not store
-            self._check_rows(layer_idx, key_states.shape[0])
+            self._prepare_layer(layer_idx, key_states)
             self._shared.progress.changing = "a forward pass"  # it counts tokens before it stores them
         states = layer.update(key_states, value_states, *args, **kwargs)
         self._note(layer_idx, "keys")
@@ -263,8 +263,7 @@ class QAdACache(WatchedCache):
 
         Raises:
             RuntimeError: a forward pass was interrupted, so there is no whole state; the model has another dtype.
-            NotImplementedError: a layer of another kind holds more than tensors and numbers, or processes share the
-                model.
+            NotImplementedError: a layer of another kind holds what no file may have, or processes share the model.
             OSError: the file cannot be written, or is no regular file.
         """
         self._check_whole()

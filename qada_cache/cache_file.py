@@ -7,13 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from .criterion import StaticHeads
 from .files import tensor_file
 from .key_moments import KeyMoments
 from .key_moments.defaults import combine_sources
-from .models import find_full_attention_config, find_inputs_device, identity, list_sizes, rope_deltas
+from .models import (
+    find_full_attention_config,
+    find_inputs_device,
+    identity,
+    list_layer_devices,
+    list_sizes,
+    rope_deltas,
+)
 from .models.asking import UntoldWeightsError
 from .models.sharding import check_unsharded, count_processes
 from .said_once import warn_once
@@ -84,9 +91,20 @@ def write_cache(path: str | os.PathLike, shared: Shared, layers: Sequence[Any]) 
         state["moments"] = options.other_moments.to_header()
     if shared.rope_deltas.held is not None:
         tensors[rope_deltas.NAME] = shared.rope_deltas.held
+    _check_readable(layers, managed.config)
     records = [record_layer(layer) if isinstance(layer, QAdALayer) else vars(layer) for layer in layers]
     state["layers"] = [encode_record(record, f"layer {index}", tensors) for index, record in enumerate(records)]
     tensor_file.write(path, KIND, tensors, state)
+
+
+def _check_readable(layers: Sequence[Any], config: PreTrainedConfig) -> None:
+    """Raise NotImplementedError if `load` would refuse one of transformers' own layers, as those with other counts."""
+    for layer, fresh in zip(layers, DynamicCache(config=config).layers, strict=True):
+        try:
+            if not isinstance(layer, QAdALayer):
+                check_stock(fresh, vars(layer))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise NotImplementedError(f"QAdACache.save has no format for layers of this model: {error}") from error
 
 
 def read_cache(
@@ -114,8 +132,8 @@ def read_cache(
         if given := state["options"].keys() ^ set(_OPTIONS):
             raise ValueError(f"it was saved with or without the options {', '.join(sorted(given))}")
         cache = make(criterion=criterion, moments=moments, **state["options"])
-        device = torch.device("cpu") if model is None else find_inputs_device(model)
-        for layer, encoded in zip(cache.layers, state["layers"], strict=True):
+        devices = list_layer_devices(model, len(cache.layers))
+        for layer, encoded, device in zip(cache.layers, state["layers"], devices, strict=True):
             record = decode_record(encoded, tensors, device)
             if isinstance(layer, QAdALayer):
                 restore_layer(layer, record, source)
@@ -130,7 +148,7 @@ def read_cache(
             fits = deltas.dtype == torch.int64 and deltas.dim() == 2 and deltas.shape[1] == 1 and len(deltas) > 0
             actual = f"{rope_deltas.NAME} {deltas.dtype} {list(deltas.shape)}"  # of beams, one of each prompt's
             require_fit("the cache", fits and not cache._count_rows() % len(deltas), actual, "int64 [rows, 1]")
-            cache._shared.rope_deltas.held = deltas.to(device)
+            cache._shared.rope_deltas.held = deltas if model is None else deltas.to(find_inputs_device(model))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         said = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} cannot be loaded: {said}") from error

@@ -16,7 +16,7 @@ from .no_tensors import NoTensors
 from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, check_crop, find_selected_rows
 from .state.linear_states import count_writes, find_expected, find_kind, find_written, list_states
-from .state.other_layers import copy_layer, crop_layer, drop_tensors
+from .state.other_layers import copy_layer, crop_layer, drop_tensors, is_whole, move_layer
 from .state.snapshots import EVERY, Snapshot, Snapshots
 from .storage.bulk import Bulk
 
@@ -97,7 +97,7 @@ class WatchedCache(NoTensors, DynamicCache):
 
     def find_last_beginning(self, tokens: int) -> int:
         """The most tokens, at most `tokens`, to which `crop` can go back."""
-        if all(isinstance(layer, QAdALayer) for layer in self.layers) or tokens == self._count_tokens():
+        if tokens == self._count_tokens() or all(isinstance(each, QAdALayer) or is_whole(each) for each in self.layers):
             return tokens
         snapshots = [] if self._shared.snapshots is None else self._shared.snapshots.kept
         return max((snapshot.tokens for snapshot in snapshots if snapshot.tokens <= tokens), default=0)
@@ -109,7 +109,7 @@ class WatchedCache(NoTensors, DynamicCache):
         if not tokens or all(isinstance(layer, QAdALayer) for layer in self.layers):
             return []
         earlier = [] if snapshots is None else [each for each in snapshots.kept if each.tokens < tokens]
-        return [*earlier, Snapshot.take(self.layers, tokens)]
+        return [*earlier, Snapshot.take(self.layers, tokens, earlier)]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, as if they had never been seen. Other layers than
@@ -221,11 +221,7 @@ class WatchedCache(NoTensors, DynamicCache):
     def _check_files(self) -> None:
         """Raise if others have written to a file that the bulk is read from."""
         for file in {bulk.source.file for bulk in self._list_bulks() if bulk.source is not None}:
-            if file.changed:
-                raise RuntimeError(
-                    f"{file.path} was written to in place after this cache was loaded from it, so tokens may have "
-                    "changed: reset() or load it again, and replace such files by save() or a rename"
-                )
+            file.check_unchanged()
 
     def _finish_pass(self) -> None:
         """Note whether the last layer wrote as many of its states as earlier ones of its kind, which were whole. It is
@@ -271,11 +267,13 @@ class WatchedCache(NoTensors, DynamicCache):
         held = (each for layer in self.layers for each in (getattr(layer, "keys", None), *list_states(layer).values()))
         return next((len(each) for each in held if each is not None and each.dim() > 1), 0)
 
-    def _check_rows(self, layer_idx: int, rows: int) -> None:
-        """Raise as our layers do. Transformers' own before them would take some of the tokens in, and then fail."""
+    def _prepare_layer(self, layer_idx: int, keys: Tensor) -> None:
+        """Make one of transformers' layers ready for new keys, or raise as our layers behind it will: it would take
+        some of the tokens in before they do."""
         ours = (layer for layer in self.layers[layer_idx:] if isinstance(layer, QAdALayer))
         if (layer := next(ours, None)) is not None:
-            layer.check_rows(rows)
+            layer.check_rows(len(keys))
+        move_layer(self.layers[layer_idx], keys.device)
 
     def _list_bulks(self) -> list[Bulk]:
         return [layer.store.bulk for layer in self.layers if isinstance(layer, QAdALayer) and layer.store is not None]

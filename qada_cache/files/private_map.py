@@ -41,11 +41,14 @@ class OpenFile:
         size = os.fstat(self._descriptor).st_size
         return torch.from_file(f"/proc/self/fd/{self._descriptor}", shared=shared, size=size, dtype=torch.uint8)
 
-    @property
-    def changed(self) -> bool:
-        """Whether others have written to it since it was opened; its maps may show that."""
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if others have written to it since it was opened: its maps may show that."""
         now, before = os.fstat(self._descriptor), self._before
-        return self.path is not None and (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
+        if self.path is not None and (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise RuntimeError(
+                f"{self.path} was written to in place after this cache was loaded from it, so tokens may have changed: "
+                "reset() or load it again, and replace such files by save() or a rename"
+            )
 
 
 class PrivateMap:

@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from .decoder_forward import find_decoder
 from .latent import find_latent_sizes, has_indexers
 
 
@@ -27,11 +29,28 @@ def unwrap_model(model: Any) -> Any:
 
 def find_inputs_device(model: PreTrainedModel) -> torch.device:
     """The device for token ids: the embeddings compute there, and may be kept elsewhere."""
-    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    return _find_hooked_device(model.get_input_embeddings()) or model.device
+
+
+def list_layer_devices(model: PreTrainedModel | None, layers: int) -> list[torch.device]:
+    """The device where each of so many decoder layers computes; the CPU, without a model."""
+    if model is None:
+        return [torch.device("cpu")] * layers
+    devices = [find_inputs_device(model)] * layers
+    for part in (find_decoder(model) or model).modules():
+        index, weight = getattr(part, "layer_idx", None), next(part.parameters(), None)
+        if isinstance(index, int) and 0 <= index < layers and weight is not None:
+            devices[index] = _find_hooked_device(part) or (devices[index] if weight.is_meta else weight.device)
+    return devices
+
+
+def _find_hooked_device(module: nn.Module) -> torch.device | None:
+    """The device where accelerate has a module compute; None without its hook."""
+    hook = getattr(module, "_hf_hook", None)
     for part in getattr(hook, "hooks", [hook]):
         if (device := getattr(part, "execution_device", None)) is not None:
             return torch.device(device)
-    return model.device
+    return None
 
 
 def check_loaded(model: PreTrainedModel) -> None:

@@ -16,7 +16,7 @@ from ..versions import CACHE_NAMES, pass_cache
 Find = Callable[[Any, dict[str, Any]], Any]
 
 
-def _find_decoder(model: PreTrainedModel) -> Any:
+def find_decoder(model: PreTrainedModel) -> Any:
     """The decoder without its head; None if there is none. For some types `get_decoder` returns a model with its head
     (Llama 4), or the head (ModernBERT's decoder)."""
     decoder = model.get_decoder()
@@ -29,7 +29,7 @@ def _find_decoder(model: PreTrainedModel) -> Any:
 
 def is_taken(model: PreTrainedModel) -> bool:
     """Whether another library has replaced the decoder's `forward`, as accelerate does, or there is no decoder."""
-    decoder = _find_decoder(model)
+    decoder = find_decoder(model)
     return decoder is None or "forward" in vars(decoder)
 
 
@@ -37,7 +37,7 @@ def put_before(model: PreTrainedModel, find: Find | None = None) -> None:
     """Have each pass of `model`'s decoder with a QAdACache try the cache's `_read_in_pieces` first, then `run` of its
     `_decode_graph`, if there is one. `run` gets the cache, the decoder, the original forward function and the keywords.
     A pass without a cache gets that of `find(decoder, keywords)`."""
-    decoder = _find_decoder(model)
+    decoder = find_decoder(model)
     if not hasattr(type(decoder), "_qada_own"):
         decoder.__class__ = _find_class(type(decoder))  # type: ignore[arg-type]  # a class is hashable
     if find is not None:
@@ -46,7 +46,7 @@ def put_before(model: PreTrainedModel, find: Find | None = None) -> None:
 
 def take_away(model: PreTrainedModel) -> None:
     """Undo `put_before`."""
-    decoder = _find_decoder(model)
+    decoder = find_decoder(model)
     if "_qada_own" in vars(type(decoder)):  # not of a class that others derived
         decoder.__class__ = type(decoder)._qada_own
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..cache import QAdACache
 from ..cache_file import decode_record
-from ..models import forgets_states, list_token_sizes
+from ..models import forgets_states, list_layer_devices, list_token_sizes
 from ..models.latent import find_indexer_dim
 from ..sketch import Layout
 from ..sketch.codec import CODES
@@ -159,15 +159,15 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
 def restore_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) -> bool:
     """Put the states of a file into the sliding and linear layers. False, with a warning and without a change, if they
     are other layers' states."""
-    device = coded.find_device(cache)
+    devices = list_layer_devices(cache._shared.model.get(), len(cache.layers))
     try:
         others = {str(index): layer for index, layer in enumerate(cache.layers) if not isinstance(layer, QAdALayer)}
-        records = decode_record(states, tensors, device)
+        records = {index: decode_record(held, tensors, devices[int(index)]) for index, held in states["dict"]}
         if records.keys() != others.keys():
             raise ValueError("they are of other layers")
         for index, layer in others.items():
             check_stock(layer, records[index])
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         logger.warning("a stored prompt is read again, as its states cannot be used: %s", error)
         return False
     for index, layer in others.items():

@@ -137,7 +137,7 @@ def store_states(
         names = name_states(chain, starts, tokens[: snapshot.tokens], how)
         if (name := next((each for each in names if each in listing.files), None)) is None:
             name, parts = names[0], dict[str, Any]()
-            others = {str(index): held for index, held in snapshot.layers.items()}
+            others = {str(index): snapshot.read(index, {}) for index in snapshot.layers}
             state = encode_record(others, "states", parts)
             header = Header(list(tokens[starts[name.number] : snapshot.tokens]), STATES + how, 0, "", about)
             try:

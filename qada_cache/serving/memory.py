@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 import psutil  # which accelerate requires
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..forked import renew
-from ..models import find_inputs_device, list_token_sizes, read_sizes
+from ..models import find_inputs_device, find_served_layers, list_token_sizes, read_sizes
 from ..sketch import MIN_TOKENS
 from ..sketch.coded import RecordLayout
 from ..state import BULK_BITS
+from ..state.snapshots import EVERY, Snapshots
 from ..storage import pinned
 
 _GROUPS = Path("/proc/self/cgroup")
@@ -79,8 +80,8 @@ def estimate_bytes(
 ) -> int:
     """Bytes of host memory that `tokens` more tokens take at the peak, `at_once` of them in one pass: an estimate on
     the high side. It counts each layer's keys and values, or records with the last tokens in full precision, with
-    sketch and room to grow, and one layer's activations on the host. If the model computes elsewhere, activations are
-    not on the host, nor is a cache without `offloading`."""
+    sketch and room to grow, snapshots of sliding layers, and one layer's activations. If the model computes elsewhere,
+    activations are not on the host, nor is a cache without `offloading`, but for its snapshots."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:  # only linear layers, whose states do not grow
         return 0
@@ -96,9 +97,14 @@ def estimate_bytes(
     widest = max(wide) if isinstance(wide, (list, tuple)) else wide
     activation_bytes = (3 * widest + 8 * config.hidden_size) * element_bytes + 8 * heads * dim * 4  # of one token
     cache_bytes = layers * kv_heads * (tokens * token_bytes + last_bytes)
+    served = find_served_layers(cache := DynamicCache(config=config), config)
+    windows = [getattr(layer, "sliding_window", 0) for index, layer in enumerate(cache.layers) if index not in served]
+    ends = len(Snapshots(EVERY).plan(tokens, least=EVERY))  # where snapshots share no token if windows are short
+    kept = sum(min(tokens, window * ends) for window in windows) if served else 0
+    snapshot_bytes = kept * kv_heads * 2 * dim * element_bytes
     if find_inputs_device(model).type != "cpu":
-        return int(cache_bytes) if offloading else 0
-    return int(cache_bytes + at_once * activation_bytes)
+        return int(snapshot_bytes + (cache_bytes if offloading else 0))
+    return int(snapshot_bytes + cache_bytes + at_once * activation_bytes)
 
 
 class Kept(Protocol):

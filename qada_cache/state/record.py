@@ -18,7 +18,7 @@ from ..storage.padding import NONE, Padding
 from ..storage.reopened import restore_segments
 from .counters import AUDITED, COUNTER_NAMES, Counters
 from .layer import QAdALayer
-from .stock import COUNTED, require_fit
+from .stock import COUNTED, describe_attribute, require_fit
 
 BULK = ("bulk_keys", "bulk_values")  # of a coded bulk: tokens without a record
 RECORDS = "bulk_records"
@@ -204,10 +204,10 @@ def _check_counters(require: Any, record: dict[str, Any], sizes: dict[str, int])
     """Raise ValueError at a counter of one layer's queries that is no count, or of another shape."""
     _check_shapes(require, record, [name for name in _COUNTED if record[name] is not None], sizes)
     for name, count in [*((name, record[name]) for name in COUNTER_NAMES), (HITS, record.get(HITS, 0))]:
-        require(name in ("audited", *_COUNTED) or _is_count(count), f"{name} of {count}", "a count")
+        require(name in ("audited", *_COUNTED) or _is_count(count), f"{name} of {describe_attribute(count)}", "a count")
     audited = record["audited"]
     fits = audited is None or (audited.dtype, audited.shape) == (torch.float64, (AUDITED,))
-    require(fits, f"audited of {audited}", f"float64 [{AUDITED}], or None")
+    require(fits, f"audited of {describe_attribute(audited)}", f"float64 [{AUDITED}], or None")
 
 
 def _is_count(value: Any) -> bool:

@@ -24,6 +24,13 @@ def require_fit(holder: str, fits: Any, what: str, wanted: str = "") -> None:
         raise ValueError(f"{holder} cannot hold {what}" + (f", which should be {wanted}" if wanted else ""))
 
 
+def describe_attribute(saved: Any) -> str:
+    """A few words about an attribute. They need no values of a tensor, for which a GPU would have to finish."""
+    if isinstance(saved, Tensor):
+        return f"{saved.dtype} {list(saved.shape)}"
+    return f"a {type(saved).__name__}" if isinstance(saved, (dict, list)) else f"{saved!r:.80}"
+
+
 def check_stock(layer: Any, record: dict[str, Any]) -> None:
     """Raise ValueError unless `record` has the attributes of `layer`, a new and empty one, and no others, with values
     that a layer of its class may have."""
@@ -49,7 +56,7 @@ def check_stock(layer: Any, record: dict[str, Any]) -> None:
 
 def _check_kind(require: Any, name: str, initial: Any, saved: Any) -> None:
     """Raise ValueError unless a layer whose attribute was `initial` when new may have `saved` later."""
-    what = f"{name} of {saved!r:.80}"
+    what = f"{name} of {describe_attribute(saved)}"
     if isinstance(initial, dict):
         require(isinstance(saved, dict) and initial.keys() == saved.keys(), what)
         for place, each in initial.items():

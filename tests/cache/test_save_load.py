@@ -14,6 +14,7 @@ from models import SMALL, forced, generate, logits_of, prompt, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eval.families import build
 from qada_cache import KeyMoments, QAdACache, StaticHeads
 
 FAMILIES = ["llama", "gemma3", "qwen3_next", "mistral_sliding"]
@@ -110,6 +111,39 @@ def test_inference_mode(saving: bool, loading: bool, tmp_path: Path) -> None:
     with torch.inference_mode(loading):
         loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
     assert_continues_alike(model, cache, loaded, text.clone(), torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_that_was_reset(family: str, tmp_path: Path) -> None:
+    model, (ids, mask) = tiny(family), prompt(150, 61)
+    cache = adaptive(model)
+    generate(model, ids, cache, tokens=2, attention_mask=mask)
+    cache.reset()
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = QAdACache.load(tmp_path / "cache.safetensors", model)
+    got, wanted = (generate(model, ids[:1], used, tokens=4) for used in (loaded, adaptive(model)))
+    assert torch.equal(logits_of(got), logits_of(wanted))
+
+
+def test_what_load_would_refuse_is_not_written(tmp_path: Path) -> None:
+    """DeepSeek-V4's own layers count in attributes of their own."""
+    model = build("deepseek_v4")[0]
+    cache = QAdACache(model)
+    forced(model, prompt(150)[0] % 90, [150], cache)
+    with pytest.raises(NotImplementedError, match=r"no format for layers of this model: .* entry_count"):
+        cache.save(tmp_path / "cache.safetensors")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_no_tensor_is_printed(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each of its elements would be waited for."""
+    model = tiny(family)
+    cache = adaptive(model)
+    generate(model, prompt(150)[0], cache, tokens=2)
+    monkeypatch.setattr(Tensor, "__repr__", lambda *_, **__: pytest.fail("a tensor was printed"))
+    cache.save(tmp_path / "cache.safetensors")
+    assert QAdACache.load(tmp_path / "cache.safetensors", model).get_seq_length() == 151
 
 
 def test_empty_cache(tmp_path: Path) -> None:

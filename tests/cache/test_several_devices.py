@@ -11,12 +11,12 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from devices import KIND, devices
-from models import SMALL
+from models import SMALL, prompt, tiny
 from stand_in import accelerator
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qada_cache import KeyMoments, QAdACache
+from qada_cache import KeyMoments, PrefixStore, QAdACache
 from qada_cache.attention import by_torch
 from qada_cache.versions import pass_cache
 
@@ -149,3 +149,28 @@ def test_a_saved_cache_goes_on(placed: PreTrainedModel, tmp_path: Path) -> None:
         one, other = (placed(ids[:, -1:], **pass_cache(held)).logits.cpu() for held in (cache, again))
     assert torch.equal(one, other)
     assert on_device(again) == [ONE, ONE, OTHER, OTHER]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_a_saved_and_a_stored_hybrid_go_on(family: str, tmp_path: Path) -> None:
+    """States of transformers' own layers lie where these compute, and on one device where a config alone is given."""
+    kind = {"gemma3": "sliding", "qwen3_next": "linear"}[family]
+    types = {"num_hidden_layers": 4, "layer_types": [f"{kind}_attention", "full_attention"] * 2}
+    dense = {"mlp_only_layers": [0, 1, 2, 3]} if kind == "linear" else {}
+    ids, options = prompt(160)[0], {"threshold": 1.0, "moments": "current", "offloading": False, **SMALL}
+    with devices(), torch.no_grad():
+        model = tiny(family, attention="eager", **types, **dense)
+        model = dispatch_model(model, MAP, main_device=ONE, force_hooks=True)
+        store, cache = PrefixStore(tmp_path / "store"), QAdACache(model, kernels="torch", **options)
+        greedy(model, ids[:, :150], cache, None, 1)
+        cache.save(tmp_path / "cache.safetensors")
+        store.keep(cache, ids[:, :150])
+        found = {"loaded": QAdACache.load(tmp_path / "cache.safetensors", model)}
+        found["stored"] = store.cache(model, ids, kernels="torch", **options)
+        if kind == "sliding":
+            found["by config"] = QAdACache.load(tmp_path / "cache.safetensors", config=model.config)
+        read = [text_of.get_seq_length() for text_of in found.values()]
+        assert read == [150] * len(read)
+        wanted = greedy(model, ids[:, 150:], cache, torch.ones(1, 160, dtype=torch.long), 4)
+        for again in found.values():
+            assert greedy(model, ids[:, 150:], again, torch.ones(1, 160, dtype=torch.long), 4) == wanted

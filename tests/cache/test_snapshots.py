@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from models import dynamic, exact, forced, generate, logits_of, prompt, tiny
+from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from eval.families import build
 from qada_cache import QAdACache
@@ -80,6 +81,31 @@ def test_other_lengths_are_refused_as_before(family: str) -> None:
     assert cache.find_last_beginning(401) == 401
 
 
+def test_snapshots_closer_than_a_pass_that_leaves_one() -> None:
+    """They are as close as such passes are."""
+    model, cache = keeping("gemma3", every=5)
+    generate(model, TEXT, cache, tokens=2)
+    assert held(cache)[-3:] == [336, 368, 400]
+
+
+def test_layers_that_hold_all_tokens_go_back_to_any_length() -> None:
+    model = tiny("gemma3", sliding_window=200)
+    cache = exact(model)
+    forced(model, TEXT[:, :199], [199], cache)
+    assert cache.find_last_beginning(77) == 77
+    forced(model, TEXT[:, 199:200], [1], cache)
+    assert cache.find_last_beginning(77) == 0
+    parts = {"layers_block_type": ["attention", "mlp"] * 2, "num_hidden_layers": 4, "use_mamba_kernels": False}
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    config = NemotronHConfig(num_key_value_heads=2, **sizes, **parts)
+    model = NemotronHForCausalLM(config).eval()  # whose feed-forward layers hold nothing
+    cache = exact(model)
+    forced(model, TEXT[:, :150], [150], cache)
+    assert cache.find_last_beginning(77) == 77
+    cache.crop(-73)
+    assert cache.get_seq_length() == 77
+
+
 def test_nothing_is_kept_where_nothing_is_to_be() -> None:
     for family in ("llama", "mistral_sliding"):
         model = tiny(family)
@@ -114,6 +140,31 @@ def test_snapshots_are_few() -> None:
     assert len(there) < 60
     assert max(after - before for before, after in zip(there[-4:], there[-3:], strict=False)) <= 512
     assert kept.plan(600, least=113) == [600]
+
+
+def test_tokens_of_several_windows_are_held_once() -> None:
+    """Snapshots whose windows overlap go back to the states of a cache that has read no more."""
+    model = tiny("gemma3", sliding_window=100)
+    cache = exact(model)
+    cache.keep_snapshots(40)
+    generate(model, TEXT[:, :390], cache, tokens=2)
+    layer, snapshots = cache.layers[0], cache._shared.snapshots
+    whole, besides = 2 * layer.keys[:, :, :1].nbytes * 390, 8 * len(held(cache))  # a number beside the tokens
+    assert snapshots.nbytes <= whole + besides < len(held(cache)) * layer.keys.nbytes
+    for snapshot in snapshots.kept:
+        twin, plain = copy.deepcopy(cache), dynamic(model)
+        forced(model, TEXT[:, : snapshot.tokens], [snapshot.tokens], plain)
+        twin.crop(snapshot.tokens - 391)
+        torch.testing.assert_close(twin.layers[0].keys, plain.layers[0].keys)
+        torch.testing.assert_close(twin.layers[0].values, plain.layers[0].values)
+        assert twin.layers[0].cumulative_length == snapshot.tokens
+    edited = torch.cat([TEXT[:, :150], prompt(99, seed=4)[0]], dim=1)
+    cache.crop(cache.find_last_beginning(150) - 391)
+    generate(model, edited, cache, tokens=2)
+    cache.crop(-1)  # to the snapshot after the prompt, which shares tokens with those before the edit
+    plain = dynamic(model)
+    forced(model, edited, [249], plain)
+    torch.testing.assert_close(cache.layers[0].keys, plain.layers[0].keys)
 
 
 def test_what_cannot_be_cut_is_one_pass() -> None:

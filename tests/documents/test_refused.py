@@ -25,6 +25,7 @@ REFUSING = (
     "no_tensors",
     "observing",
     "padding",
+    "private_map",
     "support",
     "watched",
 )

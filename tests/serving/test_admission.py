@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from calling import EXACT, NEW, Reads, ours, said
-from models import prompt, tiny
+from models import generate, prompt, tiny
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
+from qada_cache import QAdACache
 from qada_cache.serving import conversations, counters, memory
 from qada_cache.serving.conversations import AllConversations, Conversations, find_conversations
+from qada_cache.stats import count_bytes
 
 MIB = 2**20
 BURST = """
@@ -193,6 +195,18 @@ def test_conversations_on_the_device_are_not_dropped_for_host_memory(monkeypatch
     with pytest.raises(MemoryError):
         ours(model, prompt(90, seed=5)[0])
     assert counters(model)["conversations"] == 1
+
+
+def test_snapshots_of_sliding_layers_are_needed_too() -> None:
+    types = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    model = tiny("gemma3", sliding_window=1000, **types)
+    cache = QAdACache(model, moments="current", bulk_bits=16)
+    cache.keep_snapshots()
+    generate(model, prompt(900)[0], cache, tokens=2)
+    assert cache._shared.snapshots.nbytes > 0
+    assert memory.estimate_bytes(model, 902, 0) >= sum(count_bytes(cache))
+    alone = tiny("mistral_sliding")  # whose cache keeps no snapshots
+    assert memory.estimate_bytes(alone, 902, 0) == memory.estimate_bytes(tiny("mistral"), 902, 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits its own address space")
