@@ -16,6 +16,7 @@ from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, find_segment_sta
 from ..sketch.codec import CODES, TOKENS, Codes, Sketch, list_fields, view_span
 from ..sketch.coded import OLDER_MIN_ENERGY, find_query_weights, read_energies
 from . import transfers
+from .selected_rows import SelectedRows
 from .versioned import Buffer, Versioned
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class BulkSketch(Versioned):
         float32 `[kv_heads, dim]` are the query energies, None without any. `kernels` is one of `choice.KINDS`; they may
         code tokens."""
         batch, kv_heads, _, dim = keys.shape
-        self.layout, self.kernels = layout, kernels
+        self.layout, self.kernels, self.dtype = layout, kernels, keys.dtype
         self.lengths = [0] * batch  # sketched tokens of each row: all of its bulk, or 0
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
         self._query_weights: Tensor | None = None
@@ -59,7 +60,6 @@ class BulkSketch(Versioned):
             fields = list_fields(dim, value_dim, layout.count, capacity=0).items()
             empty = {name: torch.zeros(*heads, *shape, dtype=dtype, device=device) for name, (dtype, shape) in fields}
             self.tensors = Sketch(**empty)
-        self.dtype = keys.dtype
         self.find_coder()  # a new kernel is tried now, while there are no tokens: the host waits for it
 
     def matches(self, layout: Layout, energies: Tensor | None) -> bool:
@@ -114,8 +114,7 @@ class BulkSketch(Versioned):
         coded = bulk.stored[rows.start] if bulk.beside else 0
         self._reserve(bulk)
         last = find_segment_start(length)
-        # The open segment is coded again.
-        first = find_segment_start(sketched) if sketched else 0
+        first = find_segment_start(sketched) if sketched else 0  # the open segment is coded again
         older = length if newest is None else length - newest[0].shape[2]
         most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 8 * CODED_AT_ONCE
         step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
@@ -190,10 +189,10 @@ class BulkSketch(Versioned):
                 self._correlate(rows, *bulk.read(rows, slice(None), first, min(end, tokens)), first)
         self.lengths[row] = tokens
 
-    def select_rows(self, index: list[int]) -> None:
+    def select_rows(self, index: SelectedRows) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.lengths = [self.lengths[row] for row in index]
-        self._change(lambda tensor: tensor[index])
+        self._change(index.apply)
 
     def move(self, device: torch.device) -> None:
         """Move to another device."""
@@ -260,10 +259,9 @@ class BulkSketch(Versioned):
         if (coder := self.find_coder()) is not None:
             coder.derive(self.tensors, rows, length, self.covariance)
             return
-        tensors = self.tensors.to_tensors()
         codes = self._view_codes(rows, 0, length)
         for name, part in (self._find_slopes(rows) | codec.average_channels(codes, self.layout, length)).items():
-            tensors[name][rows] = part
+            self.tensors.to_tensors()[name][rows] = part
 
     def _find_slopes(self, rows: slice) -> dict[str, Tensor]:
         """`slopes` and `slope_units` of rows."""
@@ -277,7 +275,8 @@ class BulkSketch(Versioned):
 
     @torch.inference_mode(False)  # the new tensors are written to later, perhaps outside inference mode
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.tensors = self.tensors.map(change)
+        tensors = self.tensors.map(change)
+        self.tensors = self.tensors if tensors.codes is self.tensors.codes else tensors  # or written in place
         self.mean_key, self.covariance = change(self.mean_key), change(self.covariance)
 
     def _reserve(self, bulk: "Bulk") -> None:

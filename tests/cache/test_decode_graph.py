@@ -242,6 +242,32 @@ def test_plans_that_are_gone_are_not_replayed(device: str) -> None:
     assert cache._decode_graph._graph is not graph
 
 
+@pytest.mark.parametrize("moments", ["current", "random-tokens"])
+@pytest.mark.parametrize("lengths", [(50, 75, 120), (120, 120, 120)])
+@torch.inference_mode()
+def test_beams_are_replayed(moments: str, lengths: tuple[int, ...], device: str) -> None:
+    """Rows change places within the tensors that a graph reads, be they of one length or of several."""
+    model, outputs, replays = tiny().to(device), [], []
+    for on in (False, True):
+        ids, mask = (part.to(device) for part in prompt(*lengths))
+        cache = make(model, token_threshold=0.0, moments=moments, cuda_graph=on)
+        logits = [model(ids, attention_mask=mask, **pass_cache(cache)).logits[:, -1:]]
+        for step in range(12):
+            before = RecordedGraph.replays
+            if step > 4:
+                index = torch.tensor([[1, 2, 0], [0, 0, 1], [0, 1, 2]][step % 3], device=device)
+                cache.reorder_cache(index)
+                mask, ids = mask[index], ids[index]
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            position = mask.cumsum(dim=1)[:, -1:] - 1
+            told = {"attention_mask": mask, "position_ids": position}
+            logits.append(model(ids[:, step : step + 1], **told, **pass_cache(cache)).logits)
+            replays.append(RecordedGraph.replays - before)
+        outputs.append(torch.cat(logits))
+    assert replays[17:] == [1] * 7
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
 @torch.inference_mode()
 def test_nobody_waits_for_a_device_that_captures(device: str) -> None:
     """CUDA refuses to wait for one, in any thread, and ends the capture."""
