@@ -222,9 +222,8 @@ class QAdALayer(Asker, DynamicLayer):
         seen = max(self.seen + tokens, 0)
         padding = self.padding.crop(seen)
         lengths = [seen - padded for padded in padding.count_by_row(self.store.batch)]
-        if self.store.find_flushed(lengths) != self.store.flushed:
-            self.drop_plans()
         self.store.crop(lengths)
+        self.drop_old_plans(self.store.version)
         self.seen, self.padding = seen, padding
 
     def select_rows(self, index: SelectedRows) -> None:

@@ -11,7 +11,7 @@ from ..kernels.coding import Coder, choose_coder
 from ..kernels.correlating import take_in
 from ..kernels.cpu import quantizing
 from ..kernels.reference import suspend_autocast
-from ..key_moments.running import RunningMoments
+from ..key_moments.running import Pair, RunningMoments
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, find_segment_start
 from ..sketch.codec import CODES, TOKENS, Codes, Sketch, list_fields, view_span
 from ..sketch.coded import OLDER_MIN_ENERGY, find_query_weights, read_energies
@@ -104,14 +104,14 @@ class BulkSketch(Versioned):
         quantize_segments = (codec if self.kernels == "torch" else quantizing).quantize_segments
         return quantize_segments(keys, energies, self.layout)
 
-    def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
+    def append_from(self, bulk: "Bulk", rows: slice, newest: Pair | None = None, *, coded: int = 0) -> None:
         """Append the bulk's tokens that are not in the sketch yet; `rows` have equal length. `newest` are the bulk's
         last keys and values `[rows, kv_heads, tokens, dim]`; they are then not read from the bulk. `bulk.close` gets
-        each segment that closes, unless the bulk has coded it already."""
+        each segment that closes, unless the bulk has coded it already. The first `coded` tokens have their codes."""
         length, sketched = bulk.lengths[rows.start], self.lengths[rows.start]
         if length < MIN_TOKENS or length == sketched:
             return
-        coded = bulk.stored[rows.start] if bulk.beside else 0
+        coded = bulk.stored[rows.start] if bulk.beside else coded
         self._reserve(bulk)
         last = find_segment_start(length)
         first = find_segment_start(sketched) if sketched else 0  # the open segment is coded again
@@ -163,9 +163,9 @@ class BulkSketch(Versioned):
     def truncate(self, bulk: "Bulk") -> None:
         """Drop the tokens that a crop dropped from the bulk."""
         for row, (sketched, length) in enumerate(zip(self.lengths, bulk.lengths, strict=True)):
-            if sketched > length:  # computed anew: to subtract tokens would leave rounding errors for good
+            if sketched > length:  # means are computed anew: to subtract would leave rounding errors for good
                 self.lengths[row] = 0
-                self.append_from(bulk, slice(row, row + 1))
+                self.append_from(bulk, slice(row, row + 1), coded=find_segment_start(length))
 
     def find_segment(self, row: int, index: int) -> dict[str, Tensor] | None:
         """The `CODES` of the row's closed segment `index`, `[kv_heads, ...]` by name; None if the segment is open or

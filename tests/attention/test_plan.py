@@ -11,6 +11,7 @@ from models import prompt, tiny
 
 from qada_cache import QAdACache, storage
 from qada_cache.attention import plan as plans
+from qada_cache.sketch import find_segment_start
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.bulk_sketch import BulkSketch
 from qada_cache.storage.versioned import Buffer
@@ -132,6 +133,22 @@ def test_a_plan_is_kept_over_beams(bits: int, tokens: int) -> None:
         assert torch.allclose(got, wanted[[(row + step) % 3 for row in range(3)]], atol=1e-5)
         kept.append(layer.plan)
     assert kept == [layer.plan] * 6
+
+
+@torch.inference_mode()
+def test_a_crop_behind_a_flush_keeps_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, and codes of closed segments: the open one alone is coded again."""
+    model, cache, ids = fill(1900, bulk_bits=16)
+    layer, coded = cache.layers[0], []
+    store, kept = layer.store, layer.plan
+    code, before = store.sketch._code, list(store.flushed)
+    monkeypatch.setattr(store.sketch, "_code", lambda *given: coded.append(given[2:]) or code(*given))
+    cache.crop(-300)
+    assert store.flushed < before
+    assert coded == [(find_segment_start(length := store.bulk.lengths[0]), length)]
+    assert coded[0][0] > 0
+    model(ids[:, :1], **pass_cache(cache))
+    assert layer.plan is kept is not None
 
 
 @torch.inference_mode()

@@ -223,6 +223,24 @@ def test_what_changes_a_cache_between_replays_is_followed(device: str) -> None:
     assert torch.allclose(*outputs, atol=1e-5)
 
 
+@pytest.mark.parametrize("moments", ["current", "random-tokens"])
+@torch.inference_mode()
+def test_a_crop_behind_a_flush_is_replayed(moments: str, device: str) -> None:
+    """Tokens come back from the bulk into the tensors that a graph reads."""
+    model, outputs = tiny().to(device), []
+    ids = prompt(90)[0].to(device)
+    for on in (False, True):
+        cache = make(model, token_threshold=0.0, moments=moments, cuda_graph=on)
+        logits = [decode(model, cache, 30)]
+        flushed, before = cache.layers[0].store.flushed, RecordedGraph.replays
+        cache.crop(-25)
+        assert cache.layers[0].store.flushed < flushed
+        logits += [model(ids[:, at : at + 1], **pass_cache(cache)).logits for at in range(65, 90)]
+        outputs.append(torch.cat(logits))
+    assert RecordedGraph.replays == before + 25
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
 @torch.inference_mode()
 def test_plans_that_are_gone_are_not_replayed(device: str) -> None:
     """They hold memory that a graph writes to. Beams that keep their order keep them."""
