@@ -91,13 +91,14 @@ class Snapshots:
 
 
 def _copy(state: Any, like: Any) -> Any:
-    """A copy of a tensor, or of a dict of tensors, on the device of the same tensor in `like`, else on the host. It is
-    a clone, as a layer writes to them, or has a view of a larger one."""
+    """A copy of a tensor, or of a dict of tensors, on the device of the same tensor in `like`, else on the host: a
+    layer writes to its own, or has a view of a larger one."""
     if isinstance(state, dict):
         return {name: _copy(each, like.get(name) if isinstance(like, dict) else None) for name, each in state.items()}
     if not isinstance(state, Tensor):
         return state
-    return state.clone(memory_format=torch.contiguous_format).to(like.device if isinstance(like, Tensor) else "cpu")
+    device = like.device if isinstance(like, Tensor) else torch.device("cpu")
+    return state.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _count_bytes(state: Any) -> int:
