@@ -255,8 +255,7 @@ def _store(layer: QAdALayer, store: TokenStore, call: Call) -> None:
             trim_growth()
     else:  # a few tokens, perhaps drafts that are cropped again: cheap as long as they are not flushed
         store.append(*call.new, call.valid)
-    for asker in layer.askers:
-        asker.drop_old_plans(store.version)
+    layer.drop_old_plans(store.version)
 
 
 def is_lending() -> bool:

@@ -25,6 +25,7 @@ from ..state.layer import QAdALayer
 from ..state.stock import require_fit
 from ..storage.padding import read_mask, refuse_bias
 from ..storage.reading import gather_parts
+from ..storage.selected_rows import SelectedRows
 from . import generation
 from .latent import PROBED, LatentLayer
 from .latent_attention import EXPANDED, MIN_BLOCK, LatentAttention
@@ -148,7 +149,7 @@ class IndexedLayer(LatentLayer, DynamicIndexedLayer):
         super().crop(tokens_to_remove)
         self._crop_indexer()
 
-    def select_rows(self, index: list[int]) -> None:
+    def select_rows(self, index: SelectedRows) -> None:
         """As `QAdALayer`."""
         super().select_rows(index)
         if self.indexer_keys is not None:

@@ -293,6 +293,5 @@ def _flush(step: Step) -> None:
     step.shared.progress.changing = "a flush"
     for layer, store in zip(step.layers, step.stores, strict=True):
         store.flush_for(1)
-        for asker in layer.askers:
-            asker.drop_old_plans(store.version)
+        layer.drop_old_plans(store.version)
     step.shared.progress.changing = ""

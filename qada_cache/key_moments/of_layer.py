@@ -49,11 +49,16 @@ class LayerMoments:
                 (self._pair,) = pairs
             self._flat = flatten(*self._pair)
         else:
+            held = list(self._lengths)
             for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
                 if old != new:
-                    (pair,) = moments.find_layer(layer, [new], device, shard, sizes)
+                    # Rows come to a length one after the other: only the first one's moments are averaged.
+                    place, pair = (held.index(new), self._pair) if new in held else (0, None)
+                    if pair is None:
+                        (pair,) = moments.find_layer(layer, [new], device, shard, sizes)
                     for target, source in zip(self._pair, pair, strict=True):
-                        target[row] = source[0]
+                        target[row] = source[place]
+                    held[row] = new
         self._key, self._lengths = key, lengths
         return self._flat
 

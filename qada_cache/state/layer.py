@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from ..no_tensors import refuse_moves
 from ..storage import TokenStore
 from ..storage.padding import NONE
+from ..storage.selected_rows import SelectedRows, find_selected_rows
 from ..versions import CACHE
 from . import Shared
 from .asker import Asker, refuse_gradients
@@ -73,6 +74,11 @@ class QAdALayer(Asker, DynamicLayer):
         """As `Asker`, of all askers."""
         for asker in self.askers:
             Asker.drop_plans(asker)
+
+    def drop_old_plans(self, version: tuple[int, ...]) -> None:
+        """As `Asker`, of all askers."""
+        for asker in self.askers:
+            Asker.drop_old_plans(asker, version)
 
     @property
     def adaptive_tokens(self) -> int:
@@ -216,22 +222,23 @@ class QAdALayer(Asker, DynamicLayer):
         seen = max(self.seen + tokens, 0)
         padding = self.padding.crop(seen)
         lengths = [seen - padded for padded in padding.count_by_row(self.store.batch)]
-        if self.store.find_flushed(lengths) != self.store.flushed:
-            self.drop_plans()
         self.store.crop(lengths)
+        self.drop_old_plans(self.store.version)
         self.seen, self.padding = seen, padding
 
-    def select_rows(self, index: list[int]) -> None:
+    def select_rows(self, index: SelectedRows) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
         self.check_attended()
         if self.store is None or index == list(range(self.store.batch)):
             return
-        self.drop_plans()
+        if len(index) != self.store.batch:
+            self.drop_plans()  # they would keep the old buffers beside the new ones
         if not index:  # as `DynamicCache` counts the tokens of no rows
             self.lazy_initialization(self.store.near_keys[:0], self.store.near_values[:0])
             self.seen, self.padding = 0, NONE
             return
         self.store.select_rows(index)
+        self.drop_old_plans(self.store.version)
         self.padding = self.padding.select_rows(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -274,26 +281,3 @@ def check_crop(tokens_to_remove: Any) -> int:
     if tokens > 0:
         raise ValueError(takes)
     return tokens
-
-
-def find_selected_rows(verb: str, argument: Any, rows: int) -> list[int]:
-    """The old row of each row that this verb leaves, as `DynamicCache` with `rows` rows reads its argument. ValueError,
-    if that fails, or has no rows as a result."""
-    here = argument.cpu() if isinstance(argument, Tensor) else argument
-    old = torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]  # whatever the default device
-    new, cause = None, "what it selects has no dimension of rows, or more than one"
-    try:
-        if verb == "reorder_cache":
-            new = old.index_select(0, here)
-        elif verb == "batch_repeat_interleave":
-            new = old.repeat_interleave(here, dim=0)
-        else:
-            new = old[here, ...]
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        cause = str(error).partition("\n")[0]
-    if new is None or new.dim() != 2:
-        raise ValueError(
-            f"{verb} cannot select from {rows} rows by {argument!r:.80} ({cause}): reorder_cache takes a tensor of "
-            "ints [rows], batch_repeat_interleave a count, batch_select_indices ints or a bool mask [rows]"
-        )
-    return new[:, 0].tolist()

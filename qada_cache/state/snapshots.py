@@ -119,14 +119,15 @@ def _split_parts(state: Tensor, before: list[Tensor], fresh: int) -> list[Tensor
 
 def _copy(state: Any, like: Any) -> Any:
     """A copy of a tensor, whole or in parts, or of a dict of them, on the device of the same tensor in `like`, else on
-    the host. It is a clone, as a layer writes to them, or has a view of a larger one."""
+    the host: a layer writes to its own, or has a view of a larger one."""
     if isinstance(state, list):
         return _copy(torch.cat(state, dim=2), like)
     if isinstance(state, dict):
         return {name: _copy(each, like.get(name) if isinstance(like, dict) else None) for name, each in state.items()}
     if not isinstance(state, Tensor):
         return state
-    return state.clone(memory_format=torch.contiguous_format).to(like.device if isinstance(like, Tensor) else "cpu")
+    device = like.device if isinstance(like, Tensor) else torch.device("cpu")
+    return state.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _list_tensors(state: Any) -> Iterator[Tensor]:

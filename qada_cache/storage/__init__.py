@@ -17,6 +17,7 @@ from .latent_sketch import LatentSketch
 from .near import NearTokens, Pair
 from .placement import Placement
 from .reading import read_on_host
+from .selected_rows import SelectedRows
 from .versioned import Buffer
 
 PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many
@@ -207,9 +208,10 @@ class TokenStore(NearTokens):
         sketch.follow(self.moments if self.update_moments else None, self.shared_dim, self.bulk)
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
-    def select_rows(self, index: list[int]) -> None:
-        """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
-        self.near_keys, self.near_values = self.near_keys[index], self.near_values[index]
+    def select_rows(self, index: SelectedRows) -> None:
+        """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`. Buffers stay where they are if there
+        are as many rows as before."""
+        self.near_keys, self.near_values = index.apply(self.near_keys), index.apply(self.near_values)
         self.bulk.select_rows(index)
         for known in (self.moments, self.bulk.sketch):
             if known is not None:

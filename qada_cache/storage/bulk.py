@@ -15,6 +15,7 @@ from ..sketch.coded import Records
 from . import pinned, transfers
 from .placement import AUTO, Placement
 from .row_tensors import RowTensors
+from .selected_rows import SelectedRows
 from .transfers import AsyncCopy, fetch, find_reader, has_own_memory, limit_reads, send, wait_event, wait_for
 from .versioned import Buffer
 
@@ -95,6 +96,7 @@ class Bulk(RowTensors):
         part of the mapped file `source`; None: nobody else uses them."""
         self.source, self.tensors = source, tensors
         self.unwritten = [0] * len(lengths) if source is None else list(lengths)
+        self.equal = {}
         self._set_lengths(list(lengths))
 
     def fill(self, source: PrivateMap | None, tensors: Sequence[Tensor], lengths: list[int]) -> None:
@@ -121,10 +123,6 @@ class Bulk(RowTensors):
             wait_event(self.written, self.device)
         self._reader = find_reader(self.device) if self.offloaded else None
         return self.keys, self.values
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        """`tensors` hold `lengths[r]` tokens of row `r` from now on."""
-        self.stored = self.lengths = lengths
 
     def _wait_for_readers(self) -> None:
         """Wait for copies of the storage, and for kernels that read it in place, before the host writes or frees it."""
@@ -277,24 +275,15 @@ class Bulk(RowTensors):
     def truncate(self, lengths: list[int], held: list[int] | None = None) -> None:
         """Drop each row's newest tokens: `lengths[r]` stay. The caller will append those up to `held[r]` again."""
         if lengths != self.stored:
+            self.equal = {}  # what is appended next replaces tokens
             self._set_lengths(lengths)
 
-    def select_rows(self, index: list[int]) -> None:
+    def select_rows(self, index: SelectedRows) -> None:
         """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`."""
-        lengths = [self.stored[row] for row in index]
-        if any(lengths) and len(index) == len(self.stored):
-            # In place: rows that stay are not copied, as most in a beam search.
+        kept = any(self.stored[row] for row in index)
+        if len(index) == len(self.stored) and kept == any(self.stored):
             self._wait_for_readers()
-            changed = {row: source for row, source in enumerate(index) if row != source}
-            for row in changed:
-                self.unwritten[row] = 0
-            for store in self.tensors:
-                # Copies of rows that are both read and written.
-                old = {row: store[row, :, : self.stored[row]].clone() for row in set(changed.values()) & set(changed)}
-                for row, source in changed.items():
-                    length = self.stored[source]
-                    store[row, :, :length] = old[source] if source in old else store[source, :, :length]
-            self._set_lengths(lengths)
+            self._select_in_place(index)
         else:
-            capacity = self.capacity if any(lengths) else 0
+            capacity = self.capacity if kept else 0
             self._rebuild(index, capacity, offloaded=self._is_to_leave(len(index), capacity))

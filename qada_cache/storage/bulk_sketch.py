@@ -11,11 +11,12 @@ from ..kernels.coding import Coder, choose_coder
 from ..kernels.correlating import take_in
 from ..kernels.cpu import quantizing
 from ..kernels.reference import suspend_autocast
-from ..key_moments.running import RunningMoments
+from ..key_moments.running import Pair, RunningMoments
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, find_segment_start
 from ..sketch.codec import CODES, TOKENS, Codes, Sketch, list_fields, view_span
 from ..sketch.coded import OLDER_MIN_ENERGY, find_query_weights, read_energies
 from . import transfers
+from .selected_rows import SelectedRows
 from .versioned import Buffer, Versioned
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class BulkSketch(Versioned):
         float32 `[kv_heads, dim]` are the query energies, None without any. `kernels` is one of `choice.KINDS`; they may
         code tokens."""
         batch, kv_heads, _, dim = keys.shape
-        self.layout, self.kernels = layout, kernels
+        self.layout, self.kernels, self.dtype = layout, kernels, keys.dtype
         self.lengths = [0] * batch  # sketched tokens of each row: all of its bulk, or 0
         heads, value_dim, device = (batch, kv_heads), values.shape[3], keys.device
         self._query_weights: Tensor | None = None
@@ -59,7 +60,6 @@ class BulkSketch(Versioned):
             fields = list_fields(dim, value_dim, layout.count, capacity=0).items()
             empty = {name: torch.zeros(*heads, *shape, dtype=dtype, device=device) for name, (dtype, shape) in fields}
             self.tensors = Sketch(**empty)
-        self.dtype = keys.dtype
         self.find_coder()  # a new kernel is tried now, while there are no tokens: the host waits for it
 
     def matches(self, layout: Layout, energies: Tensor | None) -> bool:
@@ -104,18 +104,17 @@ class BulkSketch(Versioned):
         quantize_segments = (codec if self.kernels == "torch" else quantizing).quantize_segments
         return quantize_segments(keys, energies, self.layout)
 
-    def append_from(self, bulk: "Bulk", rows: slice, newest: tuple[Tensor, Tensor] | None = None) -> None:
+    def append_from(self, bulk: "Bulk", rows: slice, newest: Pair | None = None, *, coded: int = 0) -> None:
         """Append the bulk's tokens that are not in the sketch yet; `rows` have equal length. `newest` are the bulk's
         last keys and values `[rows, kv_heads, tokens, dim]`; they are then not read from the bulk. `bulk.close` gets
-        each segment that closes, unless the bulk has coded it already."""
+        each segment that closes, unless the bulk has coded it already. The first `coded` tokens have their codes."""
         length, sketched = bulk.lengths[rows.start], self.lengths[rows.start]
         if length < MIN_TOKENS or length == sketched:
             return
-        coded = bulk.stored[rows.start] if bulk.beside else 0
+        coded = bulk.stored[rows.start] if bulk.beside else coded
         self._reserve(bulk)
         last = find_segment_start(length)
-        # The open segment is coded again.
-        first = find_segment_start(sketched) if sketched else 0
+        first = find_segment_start(sketched) if sketched else 0  # the open segment is coded again
         older = length if newest is None else length - newest[0].shape[2]
         most = CODED_AT_ONCE if self.mean_key.device.type == "cpu" else 8 * CODED_AT_ONCE
         step = max(1, most // (SEGMENT_TOKENS * self.mean_key.shape[1])) * SEGMENT_TOKENS
@@ -164,9 +163,9 @@ class BulkSketch(Versioned):
     def truncate(self, bulk: "Bulk") -> None:
         """Drop the tokens that a crop dropped from the bulk."""
         for row, (sketched, length) in enumerate(zip(self.lengths, bulk.lengths, strict=True)):
-            if sketched > length:  # computed anew: to subtract tokens would leave rounding errors for good
+            if sketched > length:  # means are computed anew: to subtract would leave rounding errors for good
                 self.lengths[row] = 0
-                self.append_from(bulk, slice(row, row + 1))
+                self.append_from(bulk, slice(row, row + 1), coded=find_segment_start(length))
 
     def find_segment(self, row: int, index: int) -> dict[str, Tensor] | None:
         """The `CODES` of the row's closed segment `index`, `[kv_heads, ...]` by name; None if the segment is open or
@@ -190,10 +189,10 @@ class BulkSketch(Versioned):
                 self._correlate(rows, *bulk.read(rows, slice(None), first, min(end, tokens)), first)
         self.lengths[row] = tokens
 
-    def select_rows(self, index: list[int]) -> None:
+    def select_rows(self, index: SelectedRows) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.lengths = [self.lengths[row] for row in index]
-        self._change(lambda tensor: tensor[index])
+        self._change(index.apply)
 
     def move(self, device: torch.device) -> None:
         """Move to another device."""
@@ -260,10 +259,9 @@ class BulkSketch(Versioned):
         if (coder := self.find_coder()) is not None:
             coder.derive(self.tensors, rows, length, self.covariance)
             return
-        tensors = self.tensors.to_tensors()
         codes = self._view_codes(rows, 0, length)
         for name, part in (self._find_slopes(rows) | codec.average_channels(codes, self.layout, length)).items():
-            tensors[name][rows] = part
+            self.tensors.to_tensors()[name][rows] = part
 
     def _find_slopes(self, rows: slice) -> dict[str, Tensor]:
         """`slopes` and `slope_units` of rows."""
@@ -277,7 +275,8 @@ class BulkSketch(Versioned):
 
     @torch.inference_mode(False)  # the new tensors are written to later, perhaps outside inference mode
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.tensors = self.tensors.map(change)
+        tensors = self.tensors.map(change)
+        self.tensors = self.tensors if tensors.codes is self.tensors.codes else tensors  # or written in place
         self.mean_key, self.covariance = change(self.mean_key), change(self.covariance)
 
     def _reserve(self, bulk: "Bulk") -> None:

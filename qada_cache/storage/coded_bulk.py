@@ -15,6 +15,7 @@ from ..sketch.coded import RecordLayout, Records, code_tokens, decode_keys, deco
 from . import row_tensors
 from .bulk import Bulk, Tokens
 from .reopened import ReopenedSegment, cut_segments
+from .selected_rows import SelectedRows
 
 STEP = 16  # tokens: `beside` has room for a multiple of these, and is allocated anew at every flush, but:
 LEAST = 128  # tokens: a device that replays graphs keeps room for at least these, see `_fit_beside`
@@ -239,14 +240,15 @@ class CodedBulk(Bulk):
             yield ReopenedSegment(sketch, records, again).copy(self.device, stop - start)
 
     @torch.inference_mode(False)  # as in `_allocate`
-    def select_rows(self, index: list[int]) -> None:
+    def select_rows(self, index: SelectedRows) -> None:
         """As `Bulk`."""
         lengths = [self.lengths[row] for row in index]
         super().select_rows(index)
-        self._hold(*(held[index] for held in self.beside))
+        beside = [index.apply(held.clone() if self.lent_bytes else held) for held in self.beside]
+        if beside[0] is not self.beside[0]:
+            self._hold(*beside)
         self.lengths = lengths
-        self.reopened = [self.reopened[row] for row in index]
-        self.recoded = [self.recoded[row] for row in index]
+        self.reopened, self.recoded = [self.reopened[row] for row in index], [self.recoded[row] for row in index]
 
     def take(self, other: Bulk) -> None:
         """As `Bulk`. The sketch is taken after this."""
@@ -256,9 +258,8 @@ class CodedBulk(Bulk):
         super().take(other)
         keys, values, records = (held.to(self.device, copy=True) for held in other.beside)
         self._hold(keys, values, fit_records(records, self.stride))
-        self.lengths = other.lengths
+        self.lengths, self.recoded = other.lengths, other.recoded
         self.reopened = [tuple(each.copy(self.device) for each in segments) for segments in other.reopened]
-        self.recoded = other.recoded
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.stored = lengths  # and leave `lengths`, which count tokens beside `tensors` too

@@ -38,6 +38,7 @@ class RowTensors(Versioned):
     lengths: list[int]  # tokens of each row, those included that `CodedBulk` has beside `tensors`
     source: PrivateMap | None  # the memory that copies share, or the file, under `tensors`
     unwritten: list[int]  # leading tokens of each row that still lie in `source`, the same in every copy
+    equal: dict[tuple[int, int], int]  # leading tokens that two rows are known to have in common; 0 if missing
     growth = GROWTH
     expected = 0  # tokens that a row will have after the prompt under way; 0 if unknown
     layer: int  # its index
@@ -76,6 +77,34 @@ class RowTensors(Versioned):
                 new[row, head, : self.stored[source]] = old[source, head, : self.stored[source]]
             moved.append(new)
         return moved
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        """`tensors` hold `lengths[r]` tokens of row `r` from now on."""
+        self.stored = self.lengths = lengths
+
+    def _select_in_place(self, index: Sequence[int]) -> None:
+        """Row `i` becomes the old row `index[i]`, of as many as before. Tokens that both are known to share are not
+        copied: beams share all but their newest ones."""
+        stored, pairs = self.stored, product(range(len(index)), repeat=2)
+        shared = {(i, j): stored[i] if i == j else self.equal.get((i, j), 0) for i, j in pairs}
+        changed = {row: source for row, source in enumerate(index) if row != source}
+        starts: dict[int, int] = {}  # of rows that are both read and written: from where on they are read
+        for row, source in changed.items():
+            self.unwritten[row] = min(self.unwritten[row], start := shared[row, source])
+            if source in changed:
+                starts[source] = min(start, starts.get(source, start))
+        for store in self.tensors:
+            old = {source: store[source, :, start : stored[source]].clone() for source, start in starts.items()}
+            for row, source in changed.items():
+                start = shared[row, source]
+                kept = (
+                    old[source][:, start - starts[source] :]
+                    if source in old
+                    else store[source, :, start : stored[source]]
+                )
+                store[row, :, start : stored[source]] = kept
+        self._set_lengths([stored[row] for row in index])
+        self.equal = {(i, j): shared[index[i], index[j]] for i, j in shared}
 
     @property
     def _growth_share(self) -> float:

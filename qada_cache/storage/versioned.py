@@ -23,5 +23,5 @@ class Buffer(Generic[T]):
         def __get__(self, owner: Versioned, kind: type[Versioned] | None = None) -> T: ...
 
     def __set__(self, owner: Versioned, value: T) -> None:
+        owner.replaced += owner.__dict__.get(self.name, owner) is not value
         owner.__dict__[self.name] = value
-        owner.replaced += 1

@@ -11,16 +11,17 @@ from models import prompt, tiny
 
 from qada_cache import QAdACache, storage
 from qada_cache.attention import plan as plans
+from qada_cache.sketch import find_segment_start
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.bulk_sketch import BulkSketch
 from qada_cache.storage.versioned import Buffer
 from qada_cache.versions import pass_cache
 
 
-def fill(tokens: int = 1500, **options: Any) -> tuple[Any, QAdACache, torch.Tensor]:
+def fill(tokens: int = 1500, rows: int = 1, **options: Any) -> tuple[Any, QAdACache, torch.Tensor]:
     """A model, a cache of one layer that has decoded a token by torch, and more tokens."""
     model = tiny(num_hidden_layers=1, max_position_embeddings=8192)
-    cache, ids = QAdACache(model, moments="current", kernels="torch", **options), prompt(tokens + 400)[0]
+    cache, ids = QAdACache(model, moments="current", kernels="torch", **options), prompt(*[tokens + 400] * rows)[0]
     for first, end in ((0, tokens), (tokens, tokens + 1)):
         model(ids[:, first:end], **pass_cache(cache))
     return model, cache, ids
@@ -41,7 +42,8 @@ VERBS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether any buffer 
     "a crop": (lambda model, cache, ids: cache.crop(-1), False),
     "a long turn": (lambda model, cache, ids: model(ids[:, :999], **pass_cache(cache)), True),
     "more rows": (lambda model, cache, ids: cache.batch_repeat_interleave(2), True),
-    "a beam": (lambda model, cache, ids: cache.reorder_cache(torch.tensor([0, 0])), True),
+    "fewer rows": (lambda model, cache, ids: cache.batch_select_indices(torch.tensor([0])), True),
+    "a beam": (lambda model, cache, ids: cache.reorder_cache(torch.tensor([0, 0])), False),
 }
 
 
@@ -49,7 +51,7 @@ VERBS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether any buffer 
 @pytest.mark.parametrize("verb", VERBS)
 @torch.inference_mode()
 def test_versions_tell_buffers(verb: str, bits: int) -> None:
-    model, cache, ids = fill(bulk_bits=bits)
+    model, cache, ids = fill(bulk_bits=bits, rows=2)
     store, (do, replaces) = cache.layers[0].store, VERBS[verb]
     before, tensors = store.version, list_buffers(store)
     if verb == "a flush" and bits == 8:
@@ -108,6 +110,44 @@ def test_a_plan_is_kept_over_drafts_that_move_nothing() -> None:
     mask[0, 0, 1, seen] = False
     model(ids[:, :12], attention_mask=mask, **pass_cache(cache))
     assert layer.store.end == window + 13
+    assert layer.plan is kept is not None
+
+
+@pytest.mark.parametrize("tokens", [10, 140, 1500])  # no bulk, one without a sketch, and one with closed segments
+@pytest.mark.parametrize("bits", [16, 8])
+@torch.inference_mode()
+def test_a_plan_is_kept_over_beams(bits: int, tokens: int) -> None:
+    """Rows move within the buffers, unless a copy of the cache shares them. They then say what rows do that were copied
+    to new buffers."""
+    model, cache, ids = fill(tokens, rows=3, bulk_bits=bits)
+    layer, kept, other = cache.layers[0], [], copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([1, 0, 1]))
+    other.batch_select_indices(torch.tensor([1, 0, 1, 0]))
+    for step in range(6):
+        if step:
+            cache.reorder_cache(torch.tensor([1, 2, 0]))
+        token = ids[:1, step : step + 1]
+        got, wanted = (
+            model(token.expand(rows, 1), **pass_cache(each)).logits for rows, each in ((3, cache), (4, other))
+        )
+        assert torch.allclose(got, wanted[[(row + step) % 3 for row in range(3)]], atol=1e-5)
+        kept.append(layer.plan)
+    assert kept == [layer.plan] * 6
+
+
+@torch.inference_mode()
+def test_a_crop_behind_a_flush_keeps_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, and codes of closed segments: the open one alone is coded again."""
+    model, cache, ids = fill(1900, bulk_bits=16)
+    layer, coded = cache.layers[0], []
+    store, kept = layer.store, layer.plan
+    code, before = store.sketch._code, list(store.flushed)
+    monkeypatch.setattr(store.sketch, "_code", lambda *given: coded.append(given[2:]) or code(*given))
+    cache.crop(-300)
+    assert store.flushed < before
+    assert coded == [(find_segment_start(length := store.bulk.lengths[0]), length)]
+    assert coded[0][0] > 0
+    model(ids[:, :1], **pass_cache(cache))
     assert layer.plan is kept is not None
 
 

@@ -22,7 +22,7 @@ from operations import Operations
 from small_sketch import small_sketch
 from stand_in import accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from transformers import PreTrainedModel
 
 from qada_cache import QAdACache, kernels
@@ -189,6 +189,32 @@ def test_indices_come_to_the_host_once_for_all_layers(verb: str, monkeypatch: py
         getattr(cache, verb)(index)
     assert len(transfers) == 1
     assert cache.layers[5].store.batch == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [16, 8])
+def test_rows_are_told_to_the_device_once_for_all_layers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index of Python's numbers would be, by each tensor of each layer."""
+    told, run = [], module_of_devices._run
+
+    def spy(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function._schema.name.startswith("aten::index") and isinstance(args[0], DeviceTensor):
+            told.extend(each for each in tree_leaves(args[1:]) if isinstance(each, torch.Tensor))
+        return run(function, args, kwargs)
+
+    monkeypatch.setattr(module_of_devices, "_run", spy)
+    with devices():
+        model = tiny(num_hidden_layers=4)
+        model.set_attn_implementation("eager")
+        cache = QAdACache(model, moments="current", kernels="torch", offloading=False, bulk_bits=bits)
+        model, ids = model.to(place := f"{KIND}:0"), prompt(400, 400, 400)[0].to(place)
+        model(ids, **pass_cache(cache))
+        told.clear()
+        cache.reorder_cache(torch.tensor([1, 0, 1]))
+    indices = [each for each in told if each.dtype == torch.int64 and each.dim() == 1]
+    assert indices
+    assert all(isinstance(each, DeviceTensor) for each in indices)
+    assert len({each.here.untyped_storage().data_ptr() for each in indices}) == 1
 
 
 @torch.no_grad()

@@ -228,6 +228,24 @@ def test_what_changes_a_cache_between_replays_is_followed(device: str) -> None:
     assert torch.allclose(*outputs, atol=1e-5)
 
 
+@pytest.mark.parametrize("moments", ["current", "random-tokens"])
+@torch.inference_mode()
+def test_a_crop_behind_a_flush_is_replayed(moments: str, device: str) -> None:
+    """Tokens come back from the bulk into the tensors that a graph reads."""
+    model, outputs = tiny().to(device), []
+    ids = prompt(90)[0].to(device)
+    for on in (False, True):
+        cache = make(model, token_threshold=0.0, moments=moments, cuda_graph=on)
+        logits = [decode(model, cache, 30)]
+        flushed, before = cache.layers[0].store.flushed, RecordedGraph.replays
+        cache.crop(-25)
+        assert cache.layers[0].store.flushed < flushed
+        logits += [model(ids[:, at : at + 1], **pass_cache(cache)).logits for at in range(65, 90)]
+        outputs.append(torch.cat(logits))
+    assert RecordedGraph.replays == before + 25
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
 @torch.inference_mode()
 def test_plans_that_are_gone_are_not_replayed(device: str) -> None:
     """They hold memory that a graph writes to. Beams that keep their order keep them."""
@@ -245,6 +263,32 @@ def test_plans_that_are_gone_are_not_replayed(device: str) -> None:
         layer.drop_plans()
     model(ids[:, 72:73], **pass_cache(cache))
     assert cache._decode_graph._graph is not graph
+
+
+@pytest.mark.parametrize("moments", ["current", "random-tokens"])
+@pytest.mark.parametrize("lengths", [(50, 75, 120), (120, 120, 120)])
+@torch.inference_mode()
+def test_beams_are_replayed(moments: str, lengths: tuple[int, ...], device: str) -> None:
+    """Rows change places within the tensors that a graph reads, be they of one length or of several."""
+    model, outputs, replays = tiny().to(device), [], []
+    for on in (False, True):
+        ids, mask = (part.to(device) for part in prompt(*lengths))
+        cache = make(model, token_threshold=0.0, moments=moments, cuda_graph=on)
+        logits = [model(ids, attention_mask=mask, **pass_cache(cache)).logits[:, -1:]]
+        for step in range(12):
+            before = RecordedGraph.replays
+            if step > 4:
+                index = torch.tensor([[1, 2, 0], [0, 0, 1], [0, 1, 2]][step % 3], device=device)
+                cache.reorder_cache(index)
+                mask, ids = mask[index], ids[index]
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            position = mask.cumsum(dim=1)[:, -1:] - 1
+            told = {"attention_mask": mask, "position_ids": position}
+            logits.append(model(ids[:, step : step + 1], **told, **pass_cache(cache)).logits)
+            replays.append(RecordedGraph.replays - before)
+        outputs.append(torch.cat(logits))
+    assert replays[17:] == [1] * 7
+    assert torch.allclose(*outputs, atol=1e-5)
 
 
 @torch.inference_mode()

@@ -6,12 +6,15 @@ import copy
 
 import pytest
 import torch
+from devices import KIND, DeviceTensor, devices
 from models import dynamic, exact, forced, generate, logits_of, prompt, tiny
+from operations import Operations
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from eval.families import build
 from qada_cache import QAdACache
 from qada_cache.attention.pieces import compute_in_pieces
+from qada_cache.state import snapshots
 from qada_cache.state.snapshots import Snapshot, Snapshots
 from qada_cache.versions import pass_cache
 
@@ -192,3 +195,20 @@ def test_a_state_is_a_copy() -> None:
     forced(model, TEXT[:, 101:], [100, 1], cache)
     assert torch.equal(snapshot.layers[0]["recurrent_states"][0], before)
     assert copy.deepcopy(snapshot) is snapshot
+
+
+def test_a_state_is_copied_once() -> None:
+    """Off its device, and back to it: there it is not cloned first. It has no more memory than its own."""
+    state = torch.randn(2, 3, 8)
+    with devices():
+        there = state.to(f"{KIND}:0")[..., ::2].mT
+        with Operations() as operations:
+            here = snapshots._copy({"states": there}, {})
+            back = snapshots._copy(here, {"states": there})
+        assert [each._schema.name for each in operations.called] == ["aten::_to_copy"] * 2
+        assert isinstance(back["states"], DeviceTensor)
+        alone = snapshots._copy(here, {})
+    for found in (here["states"], back["states"].here, alone["states"]):
+        assert torch.equal(found, state[..., ::2].mT)
+        assert found.is_contiguous()
+    assert alone["states"].data_ptr() != here["states"].data_ptr()

@@ -100,7 +100,8 @@ def test_what_callers_keep_is_not_made_again() -> None:
 
 
 def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the same tensors: a row whose length has changed is written anew, and no other."""
+    """In the same tensors: a row whose length has changed is written anew, and no other. It takes the moments of a row
+    that has them already."""
     made, kept, asked, original = moments(), LayerMoments(), [], KeyMoments._find_layer_at
 
     def counted(self: KeyMoments, layer: int, length: int, *where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +110,14 @@ def test_rows_of_several_lengths_are_made_one_by_one(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(KeyMoments, "_find_layer_at", counted)
     first = kept.get(made, 1, (64, 128, 64), CPU, UNSHARDED)
-    for lengths, new in (((64, 128, 64), []), ((64, 192, 64), [192]), ((64, 192, 128), [128])):
+    changes = {
+        (64, 128, 64): [],
+        (64, 192, 64): [192],
+        (64, 192, 128): [128],
+        (192, 192, 256): [256],
+        (256, 128, 128): [128],
+    }
+    for lengths, new in changes.items():
         asked.clear()
         found = kept.get(made, 1, lengths, CPU, UNSHARDED)
         assert asked == new

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qada_cache.key_moments import running
 from qada_cache.key_moments.running import RunningMoments
+from qada_cache.storage.selected_rows import SelectedRows
 
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -77,7 +78,7 @@ def test_rows_are_apart() -> None:
     torch.testing.assert_close(made.covariance[1], apart.covariance[0])
     first = running_over(keys[:1, :, :20], [20])
     torch.testing.assert_close(made.covariance[0], first.covariance[0])
-    made.select_rows([1, 1, 0, 2])
+    made.select_rows(SelectedRows([1, 1, 0, 2]))
     assert made.count == [63, 63, 20, 20]
     torch.testing.assert_close(made.mean[:2], apart.mean.expand(2, -1, -1))
     torch.testing.assert_close(made.mean[2], first.mean[0])

@@ -13,6 +13,7 @@ from harness import SINKS, WINDOW, Inputs
 from pair import Pair, stored_tokens
 from scenarios import SCENARIOS, play
 from stand_in import DEVICES, Copies
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qada_cache.storage.bulk import Bulk
 from qada_cache.storage.placement import Placement
@@ -113,6 +114,55 @@ def test_rows_change_in_place(index: list[int]) -> None:
     for row, source in enumerate(index):
         found = store.read(slice(row, row + 1), slice(None), 0, lengths[source])
         assert torch.equal(torch.stack(found), rows[source])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_copy_what_they_do_not_share(seed: int) -> None:
+    """Each row says what it said wherever rows move, grow, and are cut. Once rows come from one, no token that it had
+    then is copied again, unless a cut came between."""
+    made, like = torch.Generator().manual_seed(seed), torch.empty(3, 1, 0, 2)
+    store = Bulk(like, like, offloading=False, placement=Placement(0), layer=0)
+
+    def draw(below: int) -> int:
+        return int(torch.randint(below, (), generator=made))
+
+    told = [torch.empty(1, 0, 2)] * 3
+    for _ in range(200):
+        act = draw(3)
+        if act == 0:
+            for row in range(3):
+                new = torch.randn(1, draw(4), 2, generator=made)
+                told[row] = torch.cat([told[row], new], dim=1)
+                store.append(slice(row, row + 1), new[None], -new[None])
+        elif act == 1 and not draw(4):
+            told = [tokens[:, : max(0, tokens.shape[1] - draw(9))] for tokens in told]
+            store.truncate([tokens.shape[1] for tokens in told])
+        else:
+            index = [draw(3) for _ in range(3)]
+            told = [told[row] for row in index]
+            store.select_rows(index)
+        for row, tokens in enumerate(told):
+            keys, values = store.read(slice(row, row + 1), slice(None), 0, tokens.shape[1])
+            assert torch.equal(keys[0], tokens)
+            assert torch.equal(values[0], -tokens)
+    store.select_rows([1, 1, 1])
+    for row in range(3):
+        store.append(slice(row, row + 1), *torch.randn(2, 1, 1, 7, 2, generator=made))
+    for index, tokens in (([0, 0, 1], 2 * 7), ([1, 0, 2], 0), ([2, 1, 0], 2 * 7), ([0, 0, 0], 2 * 7)):
+        with Copied() as copied:
+            store.select_rows(index)
+        assert copied.numbers <= 2 * 2 * 2 * tokens  # keys and values of 2 dims, and copies of rows that change, too
+
+
+class Copied(TorchDispatchMode):
+    """Inside, `numbers` counts those that are copied."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._schema.name in ("aten::copy_", "aten::clone"):
+            self.numbers += args[-1].numel()
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("device", DEVICES)
