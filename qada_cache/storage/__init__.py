@@ -209,8 +209,7 @@ class TokenStore(NearTokens):
 
     @torch.inference_mode(False)  # the new buffers are written to later, perhaps outside inference mode
     def select_rows(self, index: SelectedRows) -> None:
-        """Keep, repeat or reorder rows: row `i` becomes the old row `index[i]`. Buffers stay where they are if there
-        are as many rows as before."""
+        """Row `i` becomes the old row `index[i]`. Buffers stay where they are if there are as many rows as before."""
         self.near_keys, self.near_values = index.apply(self.near_keys), index.apply(self.near_values)
         self.bulk.select_rows(index)
         for known in (self.moments, self.bulk.sketch):
