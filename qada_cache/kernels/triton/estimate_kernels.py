@@ -233,7 +233,7 @@ def estimate_kernel(
             b_scale = tl.load(p_scales + o_tokens, mask=m_tokens, other=0).to(tl.float32) * tl.load(p_units + i_segment)
             b_scale = b_scale[None, :]
             b_counted = tl.minimum(b_scale, b_widest)  # [BLOCK_H, BLOCK_T]
-            b_scores = b_middle[:, None] + b_scale * (b_step * b_products) + b_spread * b_counted * b_counted
+            b_scores = b_middle[:, None] + (b_scale * b_step) * b_products + (b_spread * b_counted) * b_counted
             o_block = o_group[:, None] * room + o_tokens[None, :]
             m_block = m_head[:, None] & m_tokens[None, :]
             tl.store(p_estimates + o_block, b_scores, mask=m_block)
