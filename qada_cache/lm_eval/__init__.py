@@ -213,7 +213,7 @@ class QAdALM(HFLM):
     def _make_cache(self) -> QAdACache:
         return QAdACache(self.model, **self._cache_options)
 
-    def _read_prompt(self, ids: Tensor, mask: Tensor) -> QAdACache:
+    def _read_prompt(self, ids: Tensor, mask: Tensor, first_position: int = 0) -> QAdACache:
         """A cache that has read the token ids `[rows, tokens]`, exactly, or holds them from the store."""
         if self.beginnings is None or not ids.shape[1]:
             cache, begun, saved = self._make_cache(), 0, 0
@@ -221,7 +221,7 @@ class QAdALM(HFLM):
             cache, saved = self.beginnings.make_cache(ids, mask)
             begun = cache.get_seq_length()
         if begun < ids.shape[1]:
-            self._forward(cache, ids[:, begun:], mask, logits_to_keep=1)
+            self._forward(cache, ids[:, begun:], mask, first_position, logits_to_keep=1)
         if self.beginnings is not None and ids.shape[1]:
             self.beginnings.keep(cache, ids, mask, saved)
             self.saved_tokens[self._task] += saved
@@ -232,10 +232,11 @@ class QAdALM(HFLM):
         self.cache_totals.setdefault(self._task, []).append(means)
 
     @torch.no_grad()
-    def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    def _forward(self, cache: QAdACache, ids: Tensor, mask: Tensor, first_position: int = 0, **options: Any) -> Tensor:
         """Log-probabilities `[rows, tokens, vocabulary]` after each of the new tokens `ids` `[rows, tokens]`. The
-        `mask` `[rows, cached + tokens]` is 0 at padding. Positions are given: by itself the model counts padding."""
-        positions = self._first_position + (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        `mask` `[rows, cached + tokens]` is 0 at padding. Positions are given: by itself the model counts padding, and
+        begins with a `first_position` that `generate`, which gives them too, does not know."""
+        positions = first_position + (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         precision = self.mixed_precision_dtype
         with torch.autocast(self.device.type, dtype=precision, enabled=precision is not None):
             logits = self.model(
@@ -278,7 +279,9 @@ class QAdALM(HFLM):
         answers: list[Any] = [None] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         with bar:
-            for stats, scores in scoring.score(batches, self._forward, self._read_prompt, self.device):
+            forward = functools.partial(self._forward, first_position=self._first_position)
+            prefill = functools.partial(self._read_prompt, first_position=self._first_position)
+            for stats, scores in scoring.score(batches, forward, prefill, self.device):
                 self._count(stats)
                 for index, log_likelihood, greedy in scores:
                     answers[index] = (log_likelihood, greedy)

@@ -99,9 +99,10 @@ def estimate_bytes(
     cache_bytes = layers * kv_heads * (tokens * token_bytes + last_bytes)
     served = find_served_layers(cache := DynamicCache(config=config), config)
     windows = [getattr(layer, "sliding_window", 0) for index, layer in enumerate(cache.layers) if index not in served]
-    ends = len(Snapshots(EVERY).plan(tokens, least=EVERY))  # where snapshots share no token if windows are short
+    ends = len(Snapshots(EVERY).plan(tokens, least=1))  # where snapshots share no token if windows are short
     kept = sum(min(tokens, window * ends) for window in windows) if served else 0
-    snapshot_bytes = kept * kv_heads * 2 * dim * element_bytes
+    most_heads = max(kv_heads, getattr(config, "num_key_value_heads", None) or heads)
+    snapshot_bytes = kept * most_heads * 2 * dim * element_bytes
     if find_inputs_device(model).type != "cpu":
         return int(snapshot_bytes + (cache_bytes if offloading else 0))
     return int(snapshot_bytes + cache_bytes + at_once * activation_bytes)

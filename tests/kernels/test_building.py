@@ -233,14 +233,16 @@ def test_a_forked_process_that_ends_meanwhile(slow: Slow, monkeypatch: pytest.Mo
 
 @needs_compiler
 def test_what_killed_processes_left_is_removed(slow: Slow, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The next build removes their temporary folders, unless these are new, another user's, or no folders."""
+    """The next build removes their temporary folders, unless these are new, another user's, or no folders, and none
+    of other names."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old, link, new = (tmp_path / f"qada-kernels-{name}" for name in ("old", "link", "new"))
-    for folder in (old, new, tmp_path / "elsewhere"):
+    names = "old_0000", "link0000", "new_0000", "notes"
+    old, link, new, other = (tmp_path / f"qada-kernels-{name}" for name in names)
+    for folder in (old, new, other, tmp_path / "elsewhere"):
         folder.mkdir()
         (folder / "library.so").touch()
     link.symlink_to(tmp_path / "elsewhere")
-    for path in (old, link):
+    for path in (old, link, other):
         os.utime(path, (0, 0), follow_symlinks=False)
     own = os.geteuid()
     with monkeypatch.context() as patch:
@@ -248,7 +250,7 @@ def test_what_killed_processes_left_is_removed(slow: Slow, monkeypatch: pytest.M
         building._remove_left_scratch()
         assert old.exists()
     assert slow.want()
-    assert set(tmp_path.glob("qada-kernels-*")) == {link, new}
+    assert set(tmp_path.glob("qada-kernels-*")) == {link, new, other}
     assert (link / "library.so").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install qada-cache[eval])")
 
@@ -48,6 +49,15 @@ def test_scores_are_lm_evals_own(kind: str, batch_size: int) -> None:
     model, lengths = build(kind), [(60, 5), (30, 20), (1, 25), (70, 4)]
     wanted = score(make(HFLM, model), *lengths)
     assert score(make(QAdALM, model, batch_size=batch_size), *lengths) == pytest.approx(wanted, abs=5e-3)
+
+
+def test_texts_that_roberta_goes_on_with() -> None:
+    """`generate` gives it positions from 0 on, also behind a cache."""
+    model = build("roberta")
+    ids = torch.arange(1, 41)[None]
+    given = {"max_length": 46, "stop": [], "attention_mask": torch.ones_like(ids), "do_sample": False}
+    ours, stock = (make(kind, model)._model_generate(ids, **given) for kind in (QAdALM, HFLM))
+    assert torch.equal(ours, stock)
 
 
 def test_texts_that_pass_a_change_of_rotary_frequencies(caplog: pytest.LogCaptureFixture) -> None:

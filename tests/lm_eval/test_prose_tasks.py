@@ -230,8 +230,8 @@ def test_the_tokenizer_is_loaded_as_by_lm_eval(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prose, "load_tokenizer", lambda *name, **given: asked.append(given) or needle.load_tokenizer())
         asked: list[dict[str, Any]] = []
-        prose.make_ruler({**model, "revision": "old"})
-    assert asked == [{"subfolder": "inner", "revision": "old", "trust_remote_code": False}]
+        prose.make_ruler({**model, "revision": 1.0})  # as lm-eval parses revision=1.0
+    assert asked == [{"subfolder": "inner", "revision": "1.0", "trust_remote_code": False}]
 
 
 def test_a_list_is_longer_than_there_are_words() -> None:

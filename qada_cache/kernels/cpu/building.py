@@ -202,7 +202,7 @@ def _make_scratch() -> Iterator[Path]:
 
 def _remove_left_scratch() -> None:
     """Remove temporary folders that this user's killed processes left behind."""
-    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}{'[a-z0-9_]' * 8}"):  # names that `mkdtemp` makes
         with contextlib.suppress(OSError):  # another process was faster
             found = path.lstat()
             if found.st_uid == os.geteuid() and time.time() - found.st_mtime > files.STALE_SECONDS:

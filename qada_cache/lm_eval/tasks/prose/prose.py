@@ -64,7 +64,7 @@ def make_ruler(model_arguments: Mapping[str, Any]) -> Callable[[Question], int]:
             "the metadata of a TaskManager"
         )
     given: dict[str, Any] = {"trust_remote_code": bool(model_arguments.get("trust_remote_code"))}
-    given |= {name: model_arguments[name] for name in ("revision", "subfolder") if model_arguments.get(name)}
+    given |= {name: str(model_arguments[name]) for name in ("revision", "subfolder") if model_arguments.get(name)}
     if model_arguments.get("gguf_file") and not model_arguments.get("tokenizer"):
         given["gguf_file"] = model_arguments["gguf_file"]
     tokenizer = load_tokenizer(name, **given)
