@@ -51,6 +51,8 @@ def forget() -> None:
     defaults._remembered.clear()
 
 
+forget()
+shutil.rmtree(Path(folder, f"home-{rank}", "moments"))  # the static heads' cache has collected them, too
 found["collections"] = [collections(lambda: prepare(model, **SIZES))]
 found["collections"].append(collections(lambda: QAdACache(model, **SIZES)))
 forget()

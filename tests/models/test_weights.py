@@ -40,9 +40,8 @@ def test_read_only_where_they_matter_and_once(read: list[int], tmp_path: Path) -
     for _ in range(2):
         QAdACache(model, moments="current", token_threshold=0.0)
         QAdACache(model, criterion="oracle", moments="random-tokens")
+        QAdACache(model, moments="current")  # whatever energies are kept of other prompts
     assert read == []
-    QAdACache(model, moments="current")  # chooses tokens by energies that may be kept of a model with these weights
-    assert len(read) == 1
     for _ in range(3):
         QAdACache(model, moments="random-tokens").save(tmp_path / "cache")
         QAdACache.load(tmp_path / "cache", model)

@@ -180,7 +180,7 @@ def _build(compiler: str, source: Path, macros: tuple[str, ...], name: str) -> c
 
 
 def _link_or_remove(folder: int, name: str) -> ctypes.CDLL:
-    """As `_link`. What cannot be loaded is not kept: other processes could not load it either."""
+    """As `_link`. A library that cannot be loaded is not kept: other processes could not load it either."""
     try:
         return _link(folder, name)
     except OSError:
