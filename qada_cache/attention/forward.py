@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..models import attention_table, decoder_forward, latent, unwrap_model
-from ..state.forward_pass import Seen
+from ..state.forward_pass import MaskSize, Seen
 from ..storage.padding import refuse_shape
 from . import generation
 from .call import Attention, attend, check_shared_keys, is_lending
@@ -163,11 +163,13 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
             return None
         shape = kwargs["batch_size"], 1, kwargs["q_length"], tokens
         return torch.zeros(shape, dtype=kwargs["dtype"], device=kwargs["device"])
-    if not isinstance(tokens, Seen):
+    if not isinstance(tokens, MaskSize):
         return base(**kwargs)
     if padding is not None and padding.dim() == 2 and padding.shape[1] < tokens:
         # `base` would hide the newest tokens: a prompt's mask, say, that was not extended with the text.
         refuse_shape(padding.shape, seen=int(tokens), queries=kwargs["q_length"])
+    if not isinstance(tokens, Seen):
+        return base(**kwargs | {"kv_length": int(tokens)})
     window = kwargs.get("local_size")
     if window is not None and kwargs.get("allow_is_causal_skip", False) and tokens <= window:
         # A window that hides nothing. Transformers forbids to leave out masks to which it has added something else.

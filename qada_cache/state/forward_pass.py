@@ -82,9 +82,12 @@ def round_rows(bulk_tokens: list[int]) -> tuple[int, ...]:
     return rounded[:1] if len(set(rounded)) == 1 else rounded
 
 
-class Seen(int):
-    """The number of tokens that a `QAdALayer` gives as its mask's size. It marks the mask as one for our attention,
-    which needs no mask of every pair."""
+class MaskSize(int):
+    """The number of tokens that a `QAdALayer` gives as its mask's size."""
+
+
+class Seen(MaskSize):
+    """The same of a mask for our attention alone, which needs no mask of every pair."""
 
     forward_pass: "ForwardPass | None" = None  # the pass that notes whether the mask hides any of these tokens
 

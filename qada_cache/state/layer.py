@@ -18,7 +18,7 @@ from ..versions import CACHE
 from . import Shared
 from .asker import Asker, refuse_gradients
 from .counters import Counters
-from .forward_pass import Seen
+from .forward_pass import MaskSize, Seen
 
 # On a GPU each token of a call reads for itself, exact attention reads once for all. On an H100 behind 32,768 tokens of
 # Llama-3-8B to read all takes as long as 13 tokens' selections over the bus, and as one token's on the device.
@@ -205,9 +205,10 @@ class QAdALayer(Asker, DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of tokens that the mask of a call of `query_length` covers, and the first of them."""
-        # Graphs know no such class, and models of shared keys cut masks by queries.
-        plain = torch.compiler.is_compiling() or self.shared.model.readers
-        return (int if plain else Seen)(self.seen + query_length), 0
+        if torch.compiler.is_compiling():  # graphs know no such classes
+            return self.seen + query_length, 0
+        # Models of shared keys cut masks by queries.
+        return (MaskSize if self.shared.model.readers else Seen)(self.seen + query_length), 0
 
     def get_seq_length(self) -> int:
         """The number of logical tokens, padding included."""

@@ -60,7 +60,7 @@ def test_masks_that_are_refused(wrong: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3n"])
 def test_a_mask_that_is_shorter_than_the_text(family: str, attention: str, tokens: int) -> None:
     """A prompt's mask that is kept while decoding: new tokens would be padding, which is not stored. A wider one, made
     for all the text to come, is served."""
