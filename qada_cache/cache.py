@@ -281,9 +281,10 @@ class QAdACache(WatchedCache):
     ) -> "QAdACache":
         """The cache that `save` wrote, for the same model. Generation continues as if it had not been interrupted.
 
-        Weights have to be the same; they are not compared if either cache is built with `config`. With `mmap`, on a
-        CPU, the bulk is mapped from the file, which may be replaced but must not be written to in place. Without it, or
-        if the system cannot tell who writes to the file, the bulk is read into memory.
+        Weights have to be the same; they are not compared if either cache is built with `config`, by which states of
+        linear layers lie on the CPU. With `mmap`, on a CPU, the bulk is mapped from the file, which may be replaced but
+        must not be written to in place. Without it, or if the system cannot tell who writes to the file, the bulk is
+        read into memory.
 
         Raises:
             FileNotFoundError: there is no such file.
