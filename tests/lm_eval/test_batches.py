@@ -53,7 +53,9 @@ def test_sizes_are_detected_in_as_many_parts_as_asked(
 ) -> None:
     lm, batches = random_lm(batch_size=batch_size), []
     read = lm._read_prompt
-    monkeypatch.setattr(lm, "_read_prompt", lambda ids, mask: batches.append(len(ids)) or read(ids, mask))
+    monkeypatch.setattr(
+        lm, "_read_prompt", lambda ids, *more, **others: batches.append(len(ids)) or read(ids, *more, **others)
+    )
     lm._loglikelihood_tokens(token_requests(*4 * [(400, 2), (130, 2), (40, 2), (12, 2)]), disable_tqdm=True)
     assert batches == rows
     assert detected == list(lm.batch_sizes) == tokens
