@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from openai import APIConnectionError, OpenAI
+from openai import OpenAI
 
 from qada_cache.serving import make_folder
 
@@ -35,9 +35,10 @@ with TemporaryDirectory() as scratch:
     try:
         client = OpenAI(base_url=f"http://localhost:{options.port}/v1", api_key="none")
         while server.poll() is None:
-            with suppress(APIConnectionError):
-                client.models.list()
+            with suppress(OSError):
+                socket.create_connection(("localhost", int(options.port))).close()
                 break
+            time.sleep(0.1)
         else:
             raise SystemExit("the server has ended, as it says above")
         messages = []

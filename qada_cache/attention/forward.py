@@ -165,8 +165,9 @@ def _make_mask(base: Callable[..., Any], **kwargs: Any) -> Any:
         return torch.zeros(shape, dtype=kwargs["dtype"], device=kwargs["device"])
     if not isinstance(tokens, MaskSize):
         return base(**kwargs)
-    if padding is not None and padding.dim() == 2 and padding.shape[1] < tokens:
-        # `base` would hide the newest tokens: a prompt's mask, say, that was not extended with the text.
+    if padding is not None and padding.dim() == 2 and kwargs["q_length"] != padding.shape[1] < tokens:
+        # `base` would hide the newest tokens: a prompt's mask, say, that was not extended with the text. One of a text
+        # that is read again has errors of its own.
         refuse_shape(padding.shape, seen=int(tokens), queries=kwargs["q_length"])
     if not isinstance(tokens, Seen):
         return base(**kwargs | {"kv_length": int(tokens)})
