@@ -13,13 +13,13 @@ from .attention import generation
 from .attention.pieces import compute_in_pieces, count_new
 from .models import decoder_forward, forgets_states
 from .no_tensors import NoTensors
+from .selected_rows import find_selected_rows
 from .state import Progress, Shared, Visit
 from .state.layer import QAdALayer, check_crop
 from .state.linear_states import count_writes, find_expected, find_kind, find_written, list_states
 from .state.other_layers import copy_layer, crop_layer, drop_tensors, is_whole, move_layer
 from .state.snapshots import EVERY, Snapshot, Snapshots
 from .storage.bulk import Bulk
-from .storage.selected_rows import find_selected_rows
 
 
 class WatchedCache(NoTensors, DynamicCache):

@@ -20,12 +20,12 @@ from ..kernels.operands import Query
 from ..kernels.reference import suspend_autocast
 from ..models.latent import LatentSizes, expand, pools_keys
 from ..process_memory import trim_growth
+from ..selected_rows import SelectedRows
 from ..state.forward_pass import Seen
 from ..state.layer import QAdALayer
 from ..state.stock import require_fit
 from ..storage.padding import read_mask, refuse_bias
 from ..storage.reading import gather_parts
-from ..storage.selected_rows import SelectedRows
 from . import generation
 from .latent import PROBED, LatentLayer
 from .latent_attention import EXPANDED, MIN_BLOCK, LatentAttention

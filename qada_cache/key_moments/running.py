@@ -1,15 +1,11 @@
 """Running key moments of the current prompt, as layers hold them."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..kernels.correlating import take_in
 from ..kernels.reference import suspend_autocast
-
-if TYPE_CHECKING:
-    from ..storage.selected_rows import SelectedRows
+from ..selected_rows import SelectedRows
 
 BLOCK_TOKENS = 4096  # bounds the float32 copy of new keys
 Pair = tuple[Tensor, Tensor]  # mean and covariance
@@ -53,7 +49,7 @@ class RunningMoments:
         self.mean[rows].zero_()
         self.covariance[rows].zero_()
 
-    def select_rows(self, index: "SelectedRows") -> None:
+    def select_rows(self, index: SelectedRows) -> None:
         """Row `i` becomes the old row `index[i]`."""
         self.count = [self.count[row] for row in index]
         self._hold(index.apply(self.mean), index.apply(self.covariance))

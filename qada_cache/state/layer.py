@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from ..no_tensors import refuse_moves
+from ..selected_rows import SelectedRows, find_selected_rows
 from ..storage import TokenStore
 from ..storage.padding import NONE
-from ..storage.selected_rows import SelectedRows, find_selected_rows
 from ..versions import CACHE
 from . import Shared
 from .asker import Asker, refuse_gradients

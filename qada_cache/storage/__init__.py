@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..key_moments.running import RunningMoments
+from ..selected_rows import SelectedRows
 from ..sketch import Layout
 from ..sketch.coded import RecordLayout
 from .bulk import Bulk
@@ -17,7 +18,6 @@ from .latent_sketch import LatentSketch
 from .near import NearTokens, Pair
 from .placement import Placement
 from .reading import read_on_host
-from .selected_rows import SelectedRows
 from .versioned import Buffer
 
 PENDING_TOKENS = 128  # tokens leave the device in chunks of about this many

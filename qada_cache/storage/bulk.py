@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..files.private_map import PrivateMap
 from ..kernels.copying import find_copier
+from ..selected_rows import SelectedRows
 from ..sketch.codec import Codes
 from ..sketch.coded import Records
 from . import pinned, transfers
 from .placement import AUTO, Placement
 from .row_tensors import RowTensors
-from .selected_rows import SelectedRows
 from .transfers import AsyncCopy, fetch, find_reader, has_own_memory, limit_reads, send, wait_event, wait_for
 from .versioned import Buffer
 

@@ -12,11 +12,11 @@ from ..kernels.correlating import take_in
 from ..kernels.cpu import quantizing
 from ..kernels.reference import suspend_autocast
 from ..key_moments.running import Pair, RunningMoments
+from ..selected_rows import SelectedRows
 from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, codec, find_segment_start
 from ..sketch.codec import CODES, TOKENS, Codes, Sketch, list_fields, view_span
 from ..sketch.coded import OLDER_MIN_ENERGY, find_query_weights, read_energies
 from . import transfers
-from .selected_rows import SelectedRows
 from .versioned import Buffer, Versioned
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.recording import code_records, decode_records
+from ..selected_rows import SelectedRows
 from ..sketch import LAST_TOKENS, MIN_TOKENS, SEGMENT_TOKENS, count_closed, count_segments
 from ..sketch.codec import CODES, TOKENS, Codes
 from ..sketch.coded import RecordLayout, Records, code_tokens, decode_keys, decode_values, estimate_keys, fit_records
 from . import row_tensors
 from .bulk import Bulk, Tokens
 from .reopened import ReopenedSegment, cut_segments
-from .selected_rows import SelectedRows
 
 STEP = 16  # tokens: `beside` has room for a multiple of these, and is allocated anew at every flush, but:
 LEAST = 128  # tokens: a device that replays graphs keeps room for at least these, see `_fit_beside`

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qada_cache.key_moments import running
 from qada_cache.key_moments.running import RunningMoments
-from qada_cache.storage.selected_rows import SelectedRows
+from qada_cache.selected_rows import SelectedRows
 
 EPSILON = torch.finfo(torch.float32).eps
 
