@@ -31,8 +31,7 @@ void set_floor(float* values, float share) {
     float sum = 0;
     for (int d = 0; d < DIM; d++) sum += values[d];
     const float mean = sum / DIM, least = share * mean;
-    for (int d = 0; d < DIM; d++)
-        values[d] = !(mean > (float)MIN_MEAN) ? 1.0f : values[d] > least ? values[d] : least;
+    for (int d = 0; d < DIM; d++) values[d] = !(mean > (float)MIN_MEAN) ? 1.0f : values[d] > least ? values[d] : least;
 }
 
 // `x` rounded down. The conversion to integers rounds towards zero, so negative `x` may end one too high. `x` is small
