@@ -126,8 +126,8 @@ def make_layer(shared: Shared, index: int) -> QAdALayer:
 def resolve_options(options: Options, managed: ManagedModel, *, chosen: bool) -> Options:
     """These options with the moments that they ask for, loaded or collected if they are needed, and the query energies
     of these moments' prompt: none of `"current"`, whatever is kept. Latents are read whole unless another criterion was
-    `chosen`. ValueError, if moments or static heads are not of this model; other
-    errors as by `resolve_moments` and `resolve_latent_options`."""
+    `chosen`. ValueError, if moments or static heads are not of this model; other errors as by `resolve_moments` and
+    `resolve_latent_options`."""
     if managed.latents is not None:
         options = resolve_latent_options(options, managed.config, chosen=chosen)
         if options.criterion == "dense":

@@ -29,9 +29,9 @@ _locked: set[int] = set()  # descriptors of `lock`
 def find_home() -> Path:
     """The folder of files kept between processes: `QADA_HOME`, else "qada" in the platform's folder for caches; for a
     user without a home folder, one of their own among temporary files."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if home := os.environ.get("QADA_HOME"):
         return Path(os.path.expanduser(home))  # unlike Path's, it leaves a `~user` that nobody knows
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         # A relative one is to be ignored, says the XDG base directory specification.
         if caches.is_absolute() and sys.platform != "darwin":

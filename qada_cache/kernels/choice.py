@@ -43,7 +43,7 @@ def _is_installed() -> bool:
 def _find_import_fault() -> str | None:
     """Why our kernels cannot be imported where Triton is installed, in words; None if they can."""
     try:
-        from .triton import kernels  # noqa: F401
+        from .triton import kernels  # noqa: F401  # imported to see whether that works
     except Exception as error:  # a damaged Triton, or one of another version, may raise any
         return f"triton cannot be imported: {error!r}"
     return None

@@ -54,9 +54,9 @@ def is_coded_by_options(layer: QAdALayer) -> bool:
     assert layer.store is not None
     sketch = layer.store.bulk.sketch
     assert sketch is not None  # records lie behind one
-    energies, held = layer.find_query_energies(*sketch.mean_key.shape[1:]), sketch.energies
-    assert held is not None
-    return torch.equal(held.cpu(), torch.ones_like(held, device="cpu") if energies is None else energies.cpu())
+    assert sketch.energies is not None  # without any, records are coded by ones
+    energies = layer.find_query_energies(*sketch.mean_key.shape[1:])
+    return sketch.matches(sketch.layout, torch.ones_like(sketch.energies) if energies is None else energies)
 
 
 def store_row(

@@ -71,8 +71,7 @@ def flush(cache: QAdACache) -> None:
             if store.outgrows(0):
                 layer.drop_plans()  # they would keep the old buffers beside the new ones
             store.absorb(store.near_keys[:, :, :0], store.near_values[:, :, :0], None)
-            for asker in layer.askers:
-                asker.drop_old_plans(store.version)
+            layer.drop_old_plans(store.version)
 
     cache._change("keep", absorb_nothing, lambda layer, index: None)
 
