@@ -3,6 +3,7 @@
 `lm_eval --model hf --model_args pretrained=...,cache=qada`, or `--model hf-qada`.
 """
 
+import atexit
 import functools
 import inspect
 import logging
@@ -158,6 +159,8 @@ class QAdALM(HFLM):
         super().__init__(pretrained, *positional, **keywords)
         if self.device.type == "cpu" and hasattr(self, "accelerator"):  # `HFLM` shares requests on GPUs alone
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+            if self._world_size > 1:  # gloo's threads abort a process that ends before them
+                atexit.register(self.accelerator.state.destroy_process_group)
         elif self.device.type == "cpu" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise RuntimeError(
                 "every process would run all requests, as accelerate takes this one to be alone: on CPUs, set "
