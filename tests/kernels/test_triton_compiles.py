@@ -121,7 +121,7 @@ def test_a_kernel_that_two_threads_compile_is_not_dropped() -> None:
     launches, made = launching.Launches(), list[Any]()
 
     class Compiled:
-        """What is compiled."""
+        """A kernel that can be launched."""
 
     class Kernel:
         arg_names = ()
