@@ -46,7 +46,7 @@ class CudaGraph:
         try:
             self._graph.capture_end()
         except RuntimeError:
-            _end_failed_capture(self._device, self._pool)
+            _end_failed_capture(self._graph, self._device, self._pool)
             raise
 
     def replay(self) -> None:
@@ -54,19 +54,34 @@ class CudaGraph:
         self._graph.replay()
 
 
-def _end_failed_capture(device: torch.device, pool: Any) -> None:
+def _end_failed_capture(graph: Any, device: torch.device, pool: Any) -> None:
     """Free torch of a capture on the current stream that CUDA has ended with an error. Before torch 2.12 the allocator
     takes it for one under way: then memory that several streams have used never comes back, and `empty_cache` raises.
-    The generator of random numbers takes it so as well, and raises at the next one, until another capture has ended."""
+    The generator of random numbers takes it so as well, and raises at the next one, until another capture has ended.
+    Before torch 2.14 nothing gives the capture's own memory back."""
     index = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError, AttributeError):  # of a torch that has ended it itself
         torch.cuda.memory._cuda_endAllocateToPool(index, pool)
-        torch.cuda.memory._cuda_releasePool(index, pool)
+    if not _gives_back(graph):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch.cuda.memory._cuda_releasePool(index, pool)
     with contextlib.suppress(RuntimeError):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
+        other = torch.cuda.CUDAGraph()
+        other.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, dtype=torch.float32, device=device)  # torch warns of an empty graph
-        graph.capture_end()
+        other.capture_end()
+
+
+def _gives_back(graph: Any) -> bool:
+    """Whether a graph that could not be captured gives its pool back when it goes. A second time would end the
+    process."""
+    if torch.__version__ >= "2.14":  # which are compared as versions
+        return True
+    try:
+        graph.pool()  # it was captured, and could not be instantiated
+    except RuntimeError:
+        return False
+    return True
 
 
 GRAPHS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraph}  # by the type of device

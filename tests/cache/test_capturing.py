@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from stand_in import on_gpu
+from torch.torch_version import TorchVersion
 
 from qada_cache.decode_graph.capturing import CudaGraph
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for CUDA writes here what it is asked. One capture of it fails."""
+    """A stand-in for CUDA writes here what it is asked, by a torch before 2.12. One capture of it fails."""
     asked: list[Any] = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
 
     class Graph:
         fails = 1
@@ -29,6 +31,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             if Graph.fails:
                 Graph.fails -= 1
                 raise RuntimeError("the capture is invalid")
+
+        def pool(self) -> None:
+            raise RuntimeError("nothing was captured")
 
     stream = SimpleNamespace(wait_stream=lambda _: None)
     for name, value in {
@@ -62,14 +67,26 @@ def test_a_capture_that_fails_at_its_end(calls: list[Any]) -> None:
     assert calls == [("begin", "pool"), *RECOVERED]
 
 
-def test_a_torch_that_has_ended_it_itself(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "captured", "releases"),
+    [("2.12.0", False, True), ("2.13.0+cpu", False, True), ("2.13.0", True, False), ("2.14.0", False, False)],
+)
+def test_a_torch_that_has_ended_it_itself(
+    version: str, captured: bool, releases: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is given back once: by torch from 2.14 on, and before if only the graph could not be instantiated."""
+
     def refuse(*_: Any) -> None:
         raise RuntimeError("not recording to this pool")
 
     monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", refuse)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    if captured:
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "pool", lambda _: "pool")
     with pytest.raises(RuntimeError, match="invalid"), CudaGraph(torch.device("cpu")).capture():
         pass
-    assert calls == [("begin", "pool"), "end", ("begin", None), "end"]
+    released = [("_cuda_releasePool", 0, "pool")] * releases
+    assert calls == [("begin", "pool"), "end", *released, ("begin", None), "end"]
 
 
 @on_gpu

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,28 @@ def test_what_is_compiled_ahead_is_not_launched(monkeypatch: pytest.MonkeyPatch)
     assert not launched
     work((3,))
     assert launched == [((1,), (3, 1, 1), launching.FUSING | {"SIZE": 4})]
+
+
+def test_a_kernel_that_two_threads_compile_is_not_dropped() -> None:
+    """The one that is compiled first may be in a graph by the time that the other is."""
+    launches, made = launching.Launches(), list[Any]()
+
+    class Compiled:
+        """A kernel that can be launched."""
+
+    class Kernel:
+        arg_names = ()
+
+        def __getitem__(self, grid: Any) -> Any:
+            return self.run
+
+        def run(self, **told: Any) -> Any:
+            if not made:  # meanwhile another thread compiles and launches it
+                made.append(None)
+                launches.launch(self, (1, 1, 1), ())
+            compiled = Compiled()
+            made.append(weakref.ref(compiled))
+            return compiled
+
+    launches.launch(Kernel(), (1, 1, 1), ())
+    assert [kept() is not None for kept in made[1:]] == [True, False]

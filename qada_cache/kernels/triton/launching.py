@@ -48,7 +48,10 @@ class Launches:
             _dry_run.launches.append((self, kernel, grid, args))
         elif (found := self._compiled.get(variant)) is None:
             if (compiled := kernel[grid](*args, **self.constants)) is not None:  # the interpreter compiles nothing
-                self._compiled[variant] = compiled, [self.constants[name] for name in kernel.arg_names[len(args) :]]
+                # The first one stays, where two threads compile the same: a graph may launch it, and Triton 3.9 unloads
+                # kernels that nobody keeps.
+                constants = [self.constants[name] for name in kernel.arg_names[len(args) :]]
+                self._compiled.setdefault(variant, (compiled, constants))
         elif are_watched():
             found[0][grid](*args, *found[1])
         else:
