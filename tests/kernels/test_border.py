@@ -88,6 +88,17 @@ def test_decode_step() -> None:
             compiled_decode.fused_decode(*step_of(**all_of_them))
 
 
+def test_strides_that_are_any() -> None:
+    """One head's codes are contiguous whatever the stride of heads is."""
+    scene, found = Scene(bulk=[(1100, 5)], short=(), kv_heads=1, bits=2), []
+    given = scene.step_arguments(token_threshold=1.0, criterion="dense")
+    for head_stride in (given["sketch"].codes.stride(1), 1):
+        codes = given["sketch"].codes
+        given["sketch"].codes = codes.as_strided(codes.shape, (codes.stride(0), head_stride, *codes.stride()[2:]))
+        found.append(compiled_decode.fused_decode(*step_of(**given))[0])
+    assert torch.equal(*found)
+
+
 def make_records() -> dict[str, Any]:
     made = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(2, 3, TOKENS, size, generator=made) for size in (64, 64))

@@ -120,6 +120,23 @@ def test_what_is_not_finite_shows(bad: float) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(("tokens", "infinite"), [(0, 0), (1, 1), (200, 150)])
+def test_parts_whose_scores_are_not_finite(tokens: int, infinite: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of -inf alone, or without a token, have no weight, and are no reason for nan."""
+    query, key, value = tensors(64, 64, 2, tokens, torch.float32)
+    query[..., 5], key[:, :, :infinite, 5] = 1, -torch.inf
+    expected, expected_lse = reference.partial_attention(query, key, value, scaling=SCALING)
+    for threads in (1, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        out, lse = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
+        torch.testing.assert_close(lse, expected_lse)
+        assert out.isfinite().all()
+        if infinite < tokens:
+            torch.testing.assert_close(out, expected)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("short")
 def test_scores_far_apart() -> None:
     """Weights that vanish, and sums that a later, higher score makes vanish."""
     query, key, value = tensors(64, 64, 2, 200, torch.float32)

@@ -123,6 +123,19 @@ def test_what_is_not_finite_shows(path: Path, buffer: int, bad: float) -> None:
 
 @EVERY
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in Triton's interpreter
+def test_a_pending_token_whose_scores_are_not_finite(path: Path) -> None:
+    """A score of -inf has no weight, even if it is the only one of its columns."""
+    (function, device), scene = path, Scene(bulk=[(257, 1)], short=())
+    (column,) = scene.rows.pending[0, 0, 0].nonzero().flatten().tolist()
+    scene.query[..., 7], scene.near[0][0, :, column, 7] = 1, -torch.inf
+    out, _ = function(*step_of(**scene.step_arguments(device, criterion="dense")))
+    expected, _ = decode_reference.decode_step(*step_of(**scene.step_arguments(criterion="dense")))
+    assert expected.isfinite().all()
+    torch.testing.assert_close(out.cpu(), expected)
+
+
+@EVERY
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in Triton's interpreter
 def test_a_sketch_whose_errors_are_no_numbers(path: Path) -> None:
     """As of scores whose squares exceed float32: all is read."""
     scene = Scene(bulk=[(257, 3)], short=(), bits=2)

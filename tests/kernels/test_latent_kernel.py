@@ -179,6 +179,23 @@ def test_what_is_not_finite_shows(bad: float) -> None:
     assert torch.equal(wrong, expected)
 
 
+@pytest.mark.parametrize(("tokens", "infinite"), [(1, 1), (200, 150), (200, 200)])
+def test_tokens_whose_scores_are_not_finite(tokens: int, infinite: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of -inf have no weight, and are no reason for nan: those of whole tiles, and of all tokens."""
+    query, latents = tensors(16, tokens, 48, torch.float32)
+    query[..., 40], latents[:, :, :infinite, 40] = 1, -torch.inf
+    wanted, wanted_lse = in_float64(query, latents, 32)
+    monkeypatch.setattr(latent, "THREAD_TOKENS", 8)
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found = latent.attend_latents(query, latents, 32, scaling=SCALING)
+        assert found is not None
+        assert found[0].isfinite().all()
+        torch.testing.assert_close(found[1].double(), wanted_lse, atol=1e-4, rtol=2e-6)
+        if infinite < tokens:
+            torch.testing.assert_close(found[0].double(), wanted, atol=1e-4, rtol=0)
+
+
 def test_no_token() -> None:
     """The neutral element of merging, as `partial_attention` gives it."""
     query, latents = tensors(5, 0, 48, torch.float32)

@@ -239,6 +239,17 @@ def test_scores_far_apart_and_alike() -> None:
         assert (out - wanted).abs().mean() < 1e-3
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("part", [1, 2])
+def test_what_is_not_finite_shows(part: int, bad: float) -> None:
+    """A far key or value shows in all outputs that select from among such, whether it is read or not."""
+    call = tensors(1000, 64, 64)
+    call[part][0, 1, 100, 7] = bad
+    shown = ~attend(call)[0].isfinite().all(-1)[0]
+    assert not shown[:2].any()
+    assert shown[2:, 64 + LEAST + 111 : 1000 - 112].all()
+
+
 @pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
 def test_rows_of_a_batch(side: str) -> None:
     """Each row's real tokens as if there were no others; padding gets zeros, but at a row's end."""

@@ -150,6 +150,8 @@ class BoundStep:
             views["record_weights"] = records.weights[None]
         for name, tensor in views.items():
             setattr(decode, name, view(tensor))
+        if sketch is not None:  # the words' distance follows from this stride, which is any if there is one head
+            decode.codes.head_stride = sketch.codes.shape[2] * sketch.codes.shape[3]
         near, shared = (layer.near_keys, layer.near_values), layer.shares_keys
         for name, tensor in buffers.items():  # the tokens of a head lie one after the other
             packed = 1 if shared and name.endswith("values") else 2

@@ -46,7 +46,7 @@ void encode_keys(FarKeys& far, int64_t segment, const float (*states)[SEGMENT]) 
             steps[t] =
                 std::max(steps[t], (sizes[t] + std::abs(sums[t])) / 2 / (MOST_SUM / (2 * LEVELS) - WORDS_TOGETHER));
     }
-    int32_t sums[SEGMENT] = {};
+    uint32_t sums[SEGMENT] = {};  // of a nan any number, which may overflow
     for (int word = 0; word < CODE_WORDS; word++)
         for (int t = 0; t < SEGMENT; t++) {
             uint32_t packed = 0;
@@ -56,7 +56,7 @@ void encode_keys(FarKeys& far, int64_t segment, const float (*states)[SEGMENT]) 
             }
             far.codes[(segment * CODE_WORDS + word) * SEGMENT + t] = packed;
         }
-    for (int t = 0; t < SEGMENT; t++) far.corrections[segment * SEGMENT + t] = -ZERO * sums[t];
+    for (int t = 0; t < SEGMENT; t++) far.corrections[segment * SEGMENT + t] = uint32_t(-ZERO) * sums[t];
     std::copy_n(steps, SEGMENT, far.steps.get() + segment * SEGMENT);
 }
 

@@ -68,8 +68,8 @@ struct alignas(CACHE_LINE) Block {
     // Merges the state of the same queries over other tokens.
     void merge(const Block& other) {
         for (int q = 0; q < LANES; q++) {
-            const float most = std::max(peak[q], other.peak[q]);
-            const float scale = expf(peak[q] - most), other_scale = expf(other.peak[q] - most);
+            const float most = std::max(peak[q], other.peak[q]), base = most == -INFINITY ? 0 : most;
+            const float scale = expf(peak[q] - base), other_scale = expf(other.peak[q] - base);
             peak[q] = most;
             total[q] = total[q] * scale + other.total[q] * other_scale;
             for (int d = 0; d < RANK; d++) sums[d][q] = sums[d][q] * scale + other.sums[d][q] * other_scale;
@@ -113,7 +113,7 @@ INLINED void score(const Tile<TOKEN, CHANNEL, SUM_TOKEN, SUM_CHANNEL>& tile, int
                 for (int a = 0; a < ACROSS; a++) queries[a] = loaded<Numbers>(blocks[a].words[w]);
 #pragma GCC unroll 16
                 for (int i = 0; i < DOWN; i++) {
-                    const Word word = tile.keys[(t + i) * TOKEN + w * CHANNEL];
+                    const Word word = loaded<Word>(tile.keys + (t + i) * TOKEN + w * CHANNEL);
 #pragma GCC unroll 2
                     for (int a = 0; a < ACROSS; a++) sums[i][a] = added(sums[i][a], word, queries[a]);
                 }
@@ -141,9 +141,10 @@ INLINED Singles weigh(Block& block, int a, float scaling, int count, float (*sco
     }
     most *= scaling;
     const Singles before = loaded<Singles>(block.peak), peak = most > before ? most : before;
+    const Singles base = peak > -INFINITY ? peak : Singles{};  // infinite latents are no reason for nan
     alignas(CACHE_LINE) float peaks[LANES], kept[LANES], mass[LANES] = {};
-    store(peaks, peak);
-    store(kept, before - peak);
+    store(peaks, base);
+    store(kept, before - base);
 #pragma omp simd
     for (int q = 0; q < LANES; q++) kept[q] = exponential(kept[q]);
     for (int t = 0; t < count; t++) {

@@ -146,9 +146,10 @@ struct Attention {
             total[q] *= shrunk;
             for (int c = 0; c < VALUE_PARTS; c++) sums[q][c] *= shrunk;
         }
+        const float base = peak == -INFINITY ? 0 : peak;  // infinite keys are no reason for nan
 #pragma omp simd reduction(+ : mass)
         for (int t = 0; t < BLOCK; t++) {
-            float weight = exponential(scores[t] - peak);
+            float weight = exponential(scores[t] - base);
             scores[t] = weight;
             mass += weight;
         }
@@ -169,17 +170,19 @@ struct Attention {
 
 constexpr int SIZE = QUERIES * VALUE_DIM;
 
-// Merges `count` parts [count, QUERIES, VALUE_DIM], and their log-sum-exps [count, QUERIES], for query `q`.
+// Merges `count` parts [count, QUERIES, VALUE_DIM], and their log-sum-exps [count, QUERIES], for query `q`; 0 and -inf,
+// if all are empty.
 inline void merge(const float* parts, const float* part_lse, int64_t count, int q, float* out, float* lse) {
     float peak = -INFINITY, total = 0, sums[VALUE_DIM] = {};
     for (int64_t part = 0; part < count; part++) peak = std::max(peak, part_lse[part * QUERIES + q]);
+    if (peak == -INFINITY) peak = 0;
     for (int64_t part = 0; part < count; part++) {
         float weight = expf(part_lse[part * QUERIES + q] - peak);
         total += weight;
         for (int d = 0; d < VALUE_DIM; d++) sums[d] += weight * parts[part * SIZE + q * VALUE_DIM + d];
     }
     *lse = peak + logf(total);
-    for (int d = 0; d < VALUE_DIM; d++) out[d] = sums[d] / total;
+    for (int d = 0; d < VALUE_DIM; d++) out[d] = total == 0 ? 0 : sums[d] / total;
 }
 
 }  // namespace
