@@ -132,7 +132,9 @@ def read_cache(
         if given := state["options"].keys() ^ set(_OPTIONS):
             raise ValueError(f"it was saved with or without the options {', '.join(sorted(given))}")
         cache = make(criterion=criterion, moments=moments, **state["options"])
-        devices = list_layer_devices(model, len(cache.layers))
+        if (saved := len(state["layers"])) != (own := len(cache.layers)):
+            raise ValueError(f"it has {saved} layers, and this version of transformers makes {own}: save it again")
+        devices = list_layer_devices(model, own)
         for layer, encoded, device in zip(cache.layers, state["layers"], devices, strict=True):
             record = decode_record(encoded, tensors, device)
             if isinstance(layer, QAdALayer):

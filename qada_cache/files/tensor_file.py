@@ -178,7 +178,9 @@ def _refuse_incomplete(path: str | os.PathLike) -> Iterator[None]:
     """Inside, an error of safetensors, also for an incomplete file, becomes a ValueError that names the file."""
     try:
         yield
-    except (SafetensorError, json.JSONDecodeError, RecursionError, UnicodeDecodeError, *_MISSING) as error:
+    except (SafetensorError, ArithmeticError, RuntimeError, ValueError, *_MISSING) as error:
+        if isinstance(error, ValueError) and str(error).startswith(f"{path} "):
+            raise
         raise ValueError(f"{path} is not a safetensors file, or is truncated: {error}") from error
 
 

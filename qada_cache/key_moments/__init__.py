@@ -208,8 +208,16 @@ class KeyMoments:
         }
 
     @classmethod
-    def from_file(cls, tensors: dict[str, Tensor], header: dict[str, Any]) -> "KeyMoments":
-        """The inverse of `to_tensors` and `to_header`; a ValueError if they do not fit each other or are no moments."""
+    def from_file(
+        cls, tensors: dict[str, Tensor], header: dict[str, Any], path: str | os.PathLike | None = None
+    ) -> "KeyMoments":
+        """The inverse of `to_tensors` and `to_header`; a ValueError, which names the file's `path`, if they do not fit
+        each other or are no moments."""
+        if path is not None:
+            try:
+                return cls.from_file(tensors, header)
+            except ValueError as error:
+                raise ValueError(f"{path} cannot be loaded: {error}") from error
         try:
             _check_header(header)
             mean, covariance = tensors["moments.mean"], tensors["moments.covariance"]
@@ -218,8 +226,11 @@ class KeyMoments:
                 raise ValueError("KeyMoments are float32")
             rotations = (Rotation(mean.shape[-1], tuple(frequencies[at]), layout) for layout, at in header["rotations"])
             fields = {name: header[name] for name in _HEADER} | {"lengths": tuple(header["lengths"])}
-            return cls(mean, covariance, rotations=tuple(rotations), query_energies=energies, **fields)
-        except (AttributeError, LookupError, TypeError) as error:
+            found = cls(mean, covariance, rotations=tuple(rotations), query_energies=energies, **fields)
+            for layer, rotation in enumerate(found.rotations):  # errors of its rotary settings come now, or never
+                find_rotation_at(rotation, found.rope, layer, 1)
+            return found
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"KeyMoments: a file of them does not hold this ({error!r})") from error
 
     def save(self, path: str | os.PathLike) -> None:
@@ -254,7 +265,7 @@ class KeyMoments:
                 f"no {KIND} file at {path}, nor a prompt of that name; a repository of the Hugging Face Hub is "
                 f"written {HUB}owner/name"
             )
-        return cls.from_file(*tensor_file.read(path, KIND))
+        return cls.from_file(*tensor_file.read(path, KIND), path)
 
     def push_to_hub(self, repository: str, *, revision: str | None = None, private: bool | None = None) -> str:
         """Put the moments into the repository "owner/name" of the Hugging Face Hub, made if it does not exist.

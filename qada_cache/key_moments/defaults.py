@@ -222,7 +222,7 @@ def _remember(model: PreTrainedModel, prompt: str, path: Path | None, moments: K
 def _read_moments(path: Path) -> KeyMoments | None:
     with suppress(OSError), files.open_folder(FOLDER) as folder:  # a warning comes with the first write to the folder
         try:
-            moments = KeyMoments.from_file(*tensor_file.decode(files.read(folder, path.name), KIND, path))
+            moments = KeyMoments.from_file(*tensor_file.decode(files.read(folder, path.name), KIND, path), path)
             return None if moments.is_unchecked else moments
         except FileNotFoundError:
             pass

@@ -26,7 +26,7 @@ from ..models.asking import UntoldWeightsError
 from ..said_once import warn_once
 from ..state.snapshots import EVERY
 from .checking import check, find_real_rows
-from .filling import fill, flush, has_shapes, keep_as_made, list_layers, restore_states, store_tokens
+from .filling import fill, flush, has_shapes, keep_as_made, list_layers, read_states, restore_states, store_tokens
 from .finding import Beginning, Finder
 from .folder import Folder, Header, Listing, open_store
 from .managing import StoredPrompts, StoreStats, summarise, verify
@@ -133,8 +133,8 @@ class PrefixStore:
         ends = [columns - len(row) + each.tokens for row, each in zip(rows, beginnings, strict=True)]
         columns_held = min(ends, default=0)
         tokens_held = [max(columns_held - columns + len(row), 0) for row in rows]
-        if any(each.states is not None and not restore_states(cache, each.states, each.tensors) for each in beginnings):
-            tokens_held = [0]
+        for each in beginnings:
+            restore_states(cache, each.states)
         if any(tokens_held):
             for each, tokens in zip(beginnings, tokens_held, strict=True):
                 each.crop(tokens)
@@ -277,7 +277,8 @@ class PrefixStore:
                     ours = [layer.index for layer in list_layers(cache)]
                     fits, needs_states = partial(has_shapes, model, cache.options, ours), len(ours) < len(cache.layers)
                     arguments: Any = {"root": root, "needs_states": needs_states, "coded": coded}
-                    finder = Finder(folder, listing, cache.options, fits=fits, **arguments)
+                    arguments |= {"fits": fits, "read_states": partial(read_states, cache)}
+                    finder = Finder(folder, listing, cache.options, **arguments)
             except FileNotFoundError:
                 pass  # nothing was kept yet
             except UntoldWeightsError as error:

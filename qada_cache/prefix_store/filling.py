@@ -155,23 +155,26 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
 
 @torch.no_grad()
 @torch.inference_mode(False)  # as for `fill`
-def restore_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) -> bool:
-    """Put the states of a file into the sliding and linear layers. False, with a warning and without a change, if they
-    are other layers' states."""
+def read_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
+    """The attributes of sliding and linear layers in a file, by the layer's index, for `restore_states`; a ValueError
+    if they are not those of this cache's layers, as of another version of transformers."""
     devices = list_layer_devices(cache._shared.model.get(), len(cache.layers))
     try:
         others = {str(index): layer for index, layer in enumerate(cache.layers) if not isinstance(layer, QAdALayer)}
-        records = {index: decode_record(held, tensors, devices[int(index)]) for index, held in states["dict"]}
-        if records.keys() != others.keys():
+        if [*dict(states["dict"])] != [*others]:
             raise ValueError("they are of other layers")
+        records = {int(index): decode_record(held, tensors, devices[int(index)]) for index, held in states["dict"]}
         for index, layer in others.items():
-            check_stock(layer, records[index])
+            check_stock(layer, records[int(index)])
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        logger.warning("a stored prompt is read again, as its states cannot be used: %s", error)
-        return False
-    for index, layer in others.items():
-        vars(layer).update(records[index])
-    return True
+        raise ValueError(f"its states cannot be used: {error}") from error
+    return records
+
+
+def restore_states(cache: QAdACache, records: dict[int, dict[str, Any]]) -> None:
+    """Put what `read_states` found into the sliding and linear layers."""
+    for index, record in records.items():
+        vars(cache.layers[index]).update(record)
 
 
 def _join(rows: Sequence[Pieces], lengths: Sequence[int], place: int, part: str, seen: int) -> Tensor:

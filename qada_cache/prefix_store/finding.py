@@ -30,8 +30,8 @@ class Beginning:
 
     pieces: list[tuple[Layers, int]] = field(default_factory=list)  # as for `filling.fill`
     exact: int = 0  # the number of first tokens that were read exactly
-    states: Any = None  # states of sliding and linear layers after the tokens, as for `filling.restore_states`
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    # States of sliding and linear layers after the tokens, as for `filling.restore_states`.
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -60,13 +60,16 @@ class Finder:
         *,
         root: str,
         fits: Callable[[Layers], bool],
+        read_states: Callable[[Any, dict[str, Tensor]], dict[int, dict[str, Any]]],
         needs_states: bool,
         coded: bool,
     ) -> None:
-        """`options` are those of the cache to fill, and `fits(layers)` returns whether stored layers fit it. With
-        `needs_states` the cache has sliding or linear layers too, so a beginning counts only with their states. With
-        `coded`, tokens in few bits count too, if the cache's bulk is in few bits."""
+        """`options` are those of the cache to fill, and `fits(layers)` returns whether stored layers fit it.
+        `read_states` is `filling.read_states` for it. With `needs_states` the cache has sliding or linear layers too,
+        so a beginning counts only with their states. With `coded`, tokens in few bits count too, if the cache's bulk is
+        in few bits."""
         self.folder, self.listing, self.root, self._fits = folder, listing, root, fits
+        self._read_states = read_states
         self.reading = EXACT if options.codes_tokens else describe_reading(options)
         self._coded = describe_coded(options) if coded and options.codes_tokens else None
         self._sketch, self._sinks, self.needs_states = digest_sketch(options), options.sink_tokens, needs_states
@@ -81,11 +84,11 @@ class Finder:
             self.folder.touch(self.listing, [name for name, _ in path if name in self.listing.files])
             if states is not None:
                 try:
-                    _, beginning.tensors, fields = self.folder.read_whole(states)
-                    beginning.states = fields["states"]
+                    _, tensors, fields = self.folder.read_whole(states)
+                    beginning.states = self._read_states(fields.get("states"), tensors)
                     self.folder.touch(self.listing, [states])
-                except (OSError, ValueError, KeyError) as error:
-                    self._drop(states, ValueError(f"{states} lacks {error}") if type(error) is KeyError else error)
+                except (OSError, ValueError) as error:
+                    self._drop(states, error)
                     continue
             missing = [name for name, _ in path if name not in self._read]
             with ThreadPoolExecutor(READERS) as pool:

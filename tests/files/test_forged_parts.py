@@ -25,6 +25,8 @@ def test_moments_that_are_none(tmp_path: Path) -> None:
     other: list[dict[str, Any]] = [{"rotations": [[layout, place]] * 2} for place in (7, -1, 0.0, False, None)]
     other += [{name: value} for name in state["moments"] for value in (3.5, "x", None, [[]], {"x": 1})]
     other += [{"frequencies": [[value] * 4]} for value in (float("inf"), float("nan"), "1", None, 10**400)]
+    of_kind = {"rope_type": "dynamic", "rope_theta": 1e4}
+    other += [{"rope": {"rope_parameters": each}} for each in (3, [], of_kind, of_kind | {"factor": "x"})]
     other += [{name: -1} for name in ("tokens", "sink_tokens")]
     other += [{name: 3} for name in ("mean", "_placed", "query_energies", "unknown")]
     for changed in [*other, {"rotations": []}, {"lengths": [5]}]:
@@ -36,7 +38,7 @@ def test_moments_that_are_none(tmp_path: Path) -> None:
             QAdACache.load(path, model)
         alone = {name: tensors[name] for name in tensors if name.startswith("moments.")}
         tensor_file.write(path, "qada-moments", alone, forged["moments"])
-        with pytest.raises(ValueError, match=r"KeyMoments|rotary"):
+        with pytest.raises(ValueError, match=f"{path} cannot be loaded: "):
             KeyMoments.load(path)
     for name in alone:
         less = {other: alone[other] for other in alone if other != name}

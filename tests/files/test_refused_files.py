@@ -14,6 +14,8 @@ from models import exact, generate, prompt, tiny
 from safetensors.torch import load_file, save_file
 
 from qada_cache import KeyMoments, QAdACache, StaticHeads
+from qada_cache.cache_file import KIND
+from qada_cache.files import tensor_file
 
 
 def split(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -198,3 +200,11 @@ def test_weights_kept_elsewhere_are_not_compared(saved: Path) -> None:
         else:
             with pytest.raises(ValueError, match="its config is this model's, and its weights are not"):
                 QAdACache.load(saved, model)
+
+
+def test_layers_of_another_version(saved: Path) -> None:
+    """Versions of transformers make caches of other numbers of layers for one model (Gemma 4)."""
+    tensors, state = tensor_file.read(saved, KIND)
+    tensor_file.write(saved, KIND, tensors, {**state, "layers": state["layers"] * 2})
+    with pytest.raises(ValueError, match=f"{saved} cannot be loaded: it has 4 layers, and .* makes 2: save it again"):
+        QAdACache.load(saved, tiny())

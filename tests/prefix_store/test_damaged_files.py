@@ -100,6 +100,7 @@ def header(content: bytes) -> tuple[dict[str, Any], bytes]:
 HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "offsets beyond the end": lambda found: found["keys 0"].update(data_offsets=[0, 10**12]),
     "offsets far beyond": lambda found: found["keys 0"].update(data_offsets=[10**12, 10**12 + 16384]),
+    "offsets that are no int64": lambda found: found["keys 0"].update(data_offsets=[2**70, 2**70 + 16384]),
     "negative offsets": lambda found: found["keys 0"].update(data_offsets=[-16384, 0]),
     "offsets by name": lambda found: found["keys 0"].update(data_offsets="ab"),
     "one offset": lambda found: found["keys 0"].update(data_offsets=[0]),
@@ -121,13 +122,15 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("forgery", HEADERS)
 @pytest.mark.parametrize("place", [0, 2])
-def test_forged_headers(path: Path, place: int, forgery: str) -> None:
+def test_forged_headers(path: Path, place: int, forgery: str, caplog: pytest.LogCaptureFixture) -> None:
     file = segments(path)[place]
     found, rest = header(file.read_bytes())
     HEADERS[forgery](found)
     text = json.dumps(found).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + rest)
     check_served(path, place * FILE_TOKENS)
+    assert f"read again from segment {place} on: " in caplog.text
+    assert f"{file.name} " in caplog.text
 
 
 def test_a_file_under_another_name(path: Path) -> None:
