@@ -20,6 +20,7 @@ from models import (
 )
 from test_families import UNSUPPORTED
 from transformers import (
+    CONFIG_MAPPING,
     DynamicCache,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -191,6 +192,17 @@ def test_models_with_caches_of_their_own(kind: type[PreTrainedConfig]) -> None:
     config = kind()
     config._attn_implementation = "sdpa"
     with pytest.raises(NotImplementedError, match=f"{config.model_type} takes no cache but its own: give it none"):
+        QAdACache(config=config)
+
+
+@pytest.mark.parametrize("name", support.LOOPED)
+def test_models_that_add_layers(name: str) -> None:
+    """Their first pass copies layers for further runs, which a cache would not know."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
+    config = CONFIG_MAPPING[name]()
+    config._attn_implementation = "sdpa"
+    with pytest.raises(NotImplementedError, match=f"{name} adds layers to its cache.*use transformers.DynamicCache"):
         QAdACache(config=config)
 
 
