@@ -81,10 +81,12 @@ _LONG_ROPE: dict[str, Any] = {  # frequencies that change where a text passes `L
     **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": LONGEST_SHORT},
     **{"short_factor": [1.0] * (DIM // 2), "long_factor": [4.0] * (DIM // 2)},
 }
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 
 # What a type needs beside them, or instead.
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [3]},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _MROPE)},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_audio_encoder": {"adapter_input_size": HEADS * DIM, "adapter_out_dim": HEADS * DIM},
@@ -93,6 +95,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "adapter_out_dim": HEADS * DIM,
         "mlp_layer_types": ["dense"] * LAYERS,
     },
+    "dory": {"n_input_layers": 2, "n_output_layers": 2},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 3},
     "gemma4_text": {"global_head_dim": 2 * DIM},  # wider in layers of full attention, as in the models that there are
@@ -100,22 +103,21 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"num_key_value_heads": 1},  # which its layers have whatever is said here
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention"] * 2},
-    "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}},
+    "hy_v4_vl_text": {"rope_parameters": _MROPE},
+    "inkling2_loop_text": {"n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2, "loop_layer_index_end": 4},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "mistral4": {"head_dim": 2 * DIM},  # of which half the channels turn
     "mistral_large4": {"image_token_index": 2},  # which no text here has
     # A window longer than their positions, as in the models that there are.
-    "phi3": {"rope_parameters": _LONG_ROPE, "sliding_window": 2048},
-    "phi4_multimodal": {"rope_parameters": _LONG_ROPE, "sliding_window": 2048},
+    **{kind: {"rope_parameters": _LONG_ROPE, "sliding_window": 2048} for kind in ("phi3", "phi4_multimodal")},
     "phimoe": {"rope_parameters": {**_LONG_ROPE, "short_mscale": 1.1, "long_mscale": 1.3}, "sliding_window": 2048},
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"tie_word_embeddings": False, "attention_head_dim": 2 * DIM, "attention_hidden_size": 2 * HEADS * DIM},
     "zamba2": {
-        "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
-        "hybrid_layer_ids": [2, 5],
-        "mamba_headdim": 16,
-        "attention_hidden_size": 128,
+        **{"layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "hybrid_layer_ids": [2, 5]},
+        **{"mamba_headdim": 16, "attention_hidden_size": 128},
     },
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -35,6 +35,7 @@ from .latent import LatentLayer, resolve_latent_options
 logger = logging.getLogger(__name__)
 
 OWN_CACHES = "minimax", "xlstm"  # types of models that refuse or ignore any other cache than their own
+LOOPED = "dory", "inkling2_loop_text"  # some layers run several times: each further run's keys get a layer of their own
 NEWEST = (5, 24)  # the newest transformers that the tests run on: private names may change in later ones
 
 
@@ -78,6 +79,8 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
         raise NotImplementedError(f"{config.model_type} keeps its states in the model and not in a cache: {way_out}")
     if config.model_type in OWN_CACHES:
         raise NotImplementedError(f"{config.model_type} takes no cache but its own: give it none")
+    if config.model_type in LOOPED:
+        raise NotImplementedError(f"{config.model_type} adds layers to its cache, one for each further run: {way_out}")
     if model is None:
         return
     # The parts of a model, perhaps itself, that have its decoder's config; parts that read images have another.

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..kernels.reference import suspend_autocast
-from ..models import check_loaded, find_full_attention_layers, find_inputs_device, unwrap_model
+from ..models import check_loaded, find_full_attention_layers, find_inputs_device, picks_blocks, unwrap_model
 from ..models.plain import make_plain
 from ..models.sharding import HeadShard, find_shard
 from ..models.shared_keys import find_readers
@@ -246,6 +246,7 @@ def _choose_scheme(
 ) -> tuple[str, dict[int, Rotation]]:
     """The scheme, "auto" resolved, and rotations by layer; all managed layers have one if it is "analytic"."""
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    takes_positions &= not picks_blocks(model.config.get_text_config(decoder=True))
     probed: dict[int, Rotation | None] = dict.fromkeys(managed)
     if takes_positions and scheme in ("auto", "analytic"):
         probed = find_rotations(model, ids.unique()[:PROBE_TOKENS], len(ids), shard)

@@ -154,6 +154,12 @@ def attends_twice(model_type: str) -> bool:
     return model_type == "diffllama"
 
 
+def picks_blocks(config: PreTrainedConfig) -> bool:
+    """Whether layers beside ours pick blocks of tokens (MiniMax M3): they cut the mask of all layers by queries, and
+    find a token's block by its position, which has to be its place among the keys."""
+    return "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ())
+
+
 def forgets_states(config: PreTrainedConfig) -> bool:
     """Whether a decoder has layers of Mamba's first kind (Jamba). In transformers these forget what a cache holds when
     they are given several tokens."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from ..models import picks_blocks
 from ..no_tensors import refuse_moves
 from ..selected_rows import SelectedRows, find_selected_rows
 from ..storage import TokenStore
@@ -207,8 +208,9 @@ class QAdALayer(Asker, DynamicLayer):
         """The number of tokens that the mask of a call of `query_length` covers, and the first of them."""
         if torch.compiler.is_compiling():  # graphs know no such classes
             return self.seen + query_length, 0
-        # Models of shared keys cut masks by queries.
-        return (MaskSize if self.shared.model.readers else Seen)(self.seen + query_length), 0
+        # Models of shared keys cut masks by queries, and so do layers that pick blocks.
+        cuts = self.shared.model.readers or picks_blocks(self.shared.model.config)
+        return (MaskSize if cuts else Seen)(self.seen + query_length), 0
 
     def get_seq_length(self) -> int:
         """The number of logical tokens, padding included."""

@@ -20,6 +20,8 @@ from models import (
 )
 from test_families import UNSUPPORTED
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     DynamicCache,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -192,6 +194,40 @@ def test_models_with_caches_of_their_own(kind: type[PreTrainedConfig]) -> None:
     config._attn_implementation = "sdpa"
     with pytest.raises(NotImplementedError, match=f"{config.model_type} takes no cache but its own: give it none"):
         QAdACache(config=config)
+
+
+@pytest.mark.parametrize("name", support.LOOPED)
+def test_models_that_add_layers(name: str) -> None:
+    """Their first pass copies layers for further runs, which a cache would not know."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
+    config = CONFIG_MAPPING[name]()
+    config._attn_implementation = "sdpa"
+    with pytest.raises(NotImplementedError, match=f"{name} adds layers to its cache.*use transformers.DynamicCache"):
+        QAdACache(config=config)
+
+
+@pytest.mark.parametrize("lengths", [(90,), (90, 61)])
+def test_layers_beside_ours_that_pick_blocks(lengths: tuple[int, ...]) -> None:
+    """They cut our layers' mask by queries, and look for a token's block at its position."""
+    if "minimax_m3_vl_text" not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 32, "dense_intermediate_size": 32, "rotary_dim": 8}
+    sizes |= {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 16, "index_topk_blocks": 2}
+    types = {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense"] * 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["minimax_m3_vl_text"](**sizes, **types)).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    ids, mask = prompt(*lengths)
+    text, mask = torch.cat([ids, ids], dim=1), torch.cat([mask, torch.ones_like(mask)], dim=1)
+    wanted = forced(model, text, [90, 30, 1], DynamicCache(config=model.config), mask)
+    cache = exact(model)  # with moments of another prompt
+    real = mask.bool()
+    torch.testing.assert_close(forced(model, text, [90, 30, 1], cache, mask)[real], wanted[real], rtol=0, atol=1e-4)
+    assert cache.stats().decisions > 0
 
 
 @pytest.mark.parametrize("bits", [16, 8])
