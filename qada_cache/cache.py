@@ -19,7 +19,6 @@ from .kernels import choice
 from .key_moments.defaults import DEFAULT_MOMENTS, MomentsSource
 from .models import find_served_layers, unwrap_model
 from .models.sharding import UNSHARDED
-from .reading_bar import ReadingBar
 from .state import CONDITIONS, DECIDING, LAID_OUT, SKETCH_BITS, THRESHOLD, TOKEN_THRESHOLD, Options, Shared
 from .state.layer import QAdALayer
 from .state.observation import Observer
@@ -145,7 +144,7 @@ class QAdACache(WatchedCache):
         self._shared = Shared(tuned_choice.apply_tuned(options, managed, left_open), managed)
         for index in ours:
             self.layers[index] = support.make_layer(self._shared, index)
-        self._bar, self._decode_graph = ReadingBar(), make_graph(options, managed, self.layers)
+        self._decode_graph = make_graph(options, managed, self.layers)
         if not ours:
             support.warn_of_no_layers(self.layers, text_config)
         attention.switch_on(text_config, model)
@@ -182,10 +181,10 @@ class QAdACache(WatchedCache):
         layer: Any = self.layers[layer_idx]
         if self.options.progress:
             if (tokens := key_states.shape[2]) <= self.options.window:
-                self._bar.close()
+                self._shared.bar.close()
             else:
                 prompt = max((held := layer.get_seq_length()) + tokens, generation.find_prompt().tokens)
-                self._bar.advance(layer_idx, len(self.layers), held=held, tokens=tokens, prompt=prompt)
+                self._shared.bar.advance(layer_idx, 1 + self._last_layer, held=held, tokens=tokens, prompt=prompt)
         if not isinstance(layer, QAdALayer):  # ours check for themselves, and notice what they did not store
             self._prepare_layer(layer_idx, key_states)
             self._shared.progress.changing = "a forward pass"  # it counts tokens before it stores them

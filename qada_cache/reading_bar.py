@@ -12,6 +12,7 @@ class ReadingBar:
     def __init__(self) -> None:
         self._bar: tqdm | None = None
         self._first = self._next = 0  # the cache's tokens when the bar began, and when the next chunk begins
+        self._held = self._layers = self._prompt = 0  # arguments of `advance`
 
     def __deepcopy__(self, memo: dict) -> "ReadingBar":
         return ReadingBar()
@@ -26,9 +27,21 @@ class ReadingBar:
             label = f"Reading {prompt - held:,} tokens"
             self._bar = tqdm(desc=label, total=prompt - held, bar_format=form, delay=SHOWN_AFTER, leave=False)
             self._first = held
-        self._next = held + tokens
-        self._bar.update(held - self._first + tokens * layer / layers - self._bar.n)
-        if layer == layers - 1 and self._next >= prompt:
+        self._held, self._layers, self._prompt, self._next = held, layers, prompt, held + tokens
+        self._update(self._bar, layer)
+
+    def reach(self, layer: int) -> None:
+        """As `advance`, for a layer without keys of its own. Those before the first one with keys are still told of the
+        chunk before theirs, and do not turn the bar back."""
+        if self._bar is not None and self._find_done(layer) > self._bar.n:
+            self._update(self._bar, layer)
+
+    def _find_done(self, layer: int) -> float:
+        return self._held - self._first + (self._next - self._held) * layer / self._layers
+
+    def _update(self, bar: tqdm, layer: int) -> None:
+        bar.update(self._find_done(layer) - bar.n)
+        if layer == self._layers - 1 and self._next >= self._prompt:
             self.close()
 
     def close(self) -> None:

@@ -199,8 +199,8 @@ class WatchedCache(NoTensors, DynamicCache):
                 if layer_idx == self._last_layer:
                     visit.expected = find_expected(self.layers, self._shared.model.config, progress.visits, layer_idx)
             progress.visits[layer_idx].calls.add(call)
-        # Last, as a last layer without a visit counts as whole.
-        progress.reached, progress.changing = layer_idx, ""
+            self._shared.bar.reach(layer_idx)
+        progress.reached, progress.changing = layer_idx, ""  # last, as a last layer without a visit counts as whole
 
     def _check_handed_back(self) -> None:
         """Raise if keys handed out by the layer reached last did not come to our attention function."""

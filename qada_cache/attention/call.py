@@ -130,6 +130,7 @@ def attend(
             note_step(layer, asked, mask, kwargs)
     else:
         layer.shared.progress.reached = asker.index
+        layer.shared.bar.reach(asker.index)
     return out, None
 
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _GENERATION = GenerationMixin.__module__
 # Private, and so perhaps gone in another version: then prompts in chunks are taken for turns.
 _PREFILL = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)
+_CHUNK = {"past_length", "chunk_idx", "chunk_size", "prefill_ids"}  # its variables; older ones have fewer
 _LONGEST = "original_max_position_embeddings"
 
 
@@ -52,7 +53,11 @@ def find_prompt() -> Prompt:
         if frame.f_code is _PREFILL:
             variables = frame.f_locals
             in_chunks = getattr(variables.get("generation_config"), "prefill_chunk_size", None) is not None
-            return Prompt(in_chunks, variables["input_ids"].shape[1] if "input_ids" in variables else 0)
+            tokens = variables["input_ids"].shape[1] if "input_ids" in variables else 0
+            if variables.keys() >= _CHUNK:  # behind a text that is held `generate` may be given new tokens alone
+                before = variables["past_length"] - variables["chunk_idx"] * variables["chunk_size"]
+                tokens = before + variables["prefill_ids"].shape[1]
+            return Prompt(in_chunks, tokens)
     return Prompt(False, 0)
 
 

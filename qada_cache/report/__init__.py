@@ -84,6 +84,7 @@ def _measure(
     def decode(cache: DynamicCache, started: Answer) -> Answer:
         bar.update()
         give_answer(model, asked, cache, started, new_tokens=new_tokens, is_over=is_over, tell=bar.update)
+        bar.update(new_tokens - len(started.tokens))  # it may have ended before
         return started
 
     def warm_up(cache: DynamicCache) -> None:
@@ -121,6 +122,7 @@ def _record(
         passes.append(recorded_pass)
         bar.update()
     cache.observer = None
+    bar.update(bar.total - bar.n)
     return recorder, passes
 
 

@@ -17,6 +17,7 @@ from ..key_moments.defaults import CURRENT, MomentsSource, split_sources
 from ..models.latent import LatentSizes
 from ..models.rope_deltas import RopeDeltas
 from ..models.sharding import UNSHARDED, HeadShard
+from ..reading_bar import ReadingBar
 from ..sketch import MAX_BITS, MIN_BITS
 from ..sketch.coded import RUNGS
 from ..storage.placement import Placement, check_budget
@@ -202,6 +203,7 @@ class Shared:
         self.placement = Placement(options.device_budget)
         self.observer: Observer | None = None
         self.snapshots: Any = None  # `Snapshots`, if any are kept
+        self.bar = ReadingBar()
 
     def __getstate__(self) -> dict[str, Any]:  # for `copy.deepcopy`: nobody asked to observe the copy
         return vars(self) | {"observer": None}

@@ -9,6 +9,7 @@ from pathlib import Path
 import needle
 import pytest
 
+from qada_cache import report as report_module
 from qada_cache.__main__ import main
 
 MODEL = str(needle.FOLDER)
@@ -44,7 +45,11 @@ def test_a_page_of_two_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert MODEL not in page
 
 
-def test_a_long_text_is_cut_and_options_are_taken(tmp_path: Path) -> None:
+def test_a_long_text_is_cut_and_options_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bar comes to its end, although answers end early."""
+    monkeypatch.setattr(report_module, "make_end_check", lambda *_: lambda tokens: True)
     (tmp_path / "text.txt").write_text(text := needle.haystack(tokens=900))
     options = ["--tokens", "300", "--new-tokens", "2", "--threshold", "0.5", "--token-threshold", "2"]
     assert run(tmp_path, "--ask", "ask tiger", "--moments", "current", *options) == 0
@@ -53,6 +58,7 @@ def test_a_long_text_is_cut_and_options_are_taken(tmp_path: Path) -> None:
     assert data["document"]["left_out"] == len(text.split()) - 300
     assert text.startswith("".join(data["document"]["words"]))
     assert "token threshold 2, " in data["cache"]
+    assert "8/8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
