@@ -80,7 +80,7 @@ tables/prefill/trials-qwen2.5-coder-0.5b.csv:  # interrupted after a document, a
 	$(EVAL).trials --model $(QWEN) --dtype bfloat16 $(SELECTED) --bits 8 --tasks prose_niah --lengths 16384 --documents 1 $(OUT)
 	$(EVAL).trials --model $(QWEN) --dtype bfloat16 --prefill 0 12 --bits 8 --tasks prose code chat --lengths 4096 --documents 1 $(OUT)
 
-tables/prefill/ruler-smollm2.csv:
+tables/prefill/ruler-smollm2.csv:  # and by selection in 4 bits for both kinds of needles, then interrupted
 	$(EVAL).sweep $(FEW_BITS) --prefill 0 12 --bits 8 --limit 2 $(OUT)
 	$(EVAL).sweep $(FEW_BITS) --bits 4 --limit 2 $(OUT)
 
@@ -177,7 +177,7 @@ tables/gpu_step-llama-3-8b-cuda.csv:  # by code before splits filled whole round
 	$(EVAL).gpu_step --model llama-3-8b --tokens 32768 131072 32768x8 --caches $(STEPPED_ON_GPU) $(OUT)
 
 tables/first_token-llama-3-8b-cuda.csv:
-	$(EVAL).latency prompt --model llama-3-8b --device cuda --tokens 8192 --rounds 2 $(OUT)
+	$(EVAL).latency prompt --model llama-3-8b --device cuda --tokens 8192 32768 --rounds 2 $(OUT)
 
 tables/turns-llama-3-8b-cuda.csv:
 	$(EVAL).latency turns --model llama-3-8b --device cuda --tokens 8192 --turns 1 16 64 256 --rounds 2 $(OUT)

@@ -123,7 +123,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     stored = command("store", argparse.ArgumentParser(add_help=False), which="")
     stored.add_argument("action", choices=("list", "drop", "verify"), help="what to do")
-    stored.add_argument("ids", nargs="*", metavar="ID", help="drop: of a model and owner, as list prints them")
+    # With a default, as argparse would name it among what is missing.
+    stored.add_argument(
+        "ids", nargs="*", default=(), metavar="ID", help="drop: of a model and owner, as list prints them"
+    )
     stored.add_argument("--all", action="store_true", help="drop: all of them")
     stored.add_argument("--folder", type=Path, help="of a PrefixStore (default: its own)")
     return parser
@@ -135,7 +138,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         options, rest = super().parse_known_args(args, namespace)
         if hasattr(options, "ids"):
-            options.ids += [each for each in rest if not each.startswith("-")]
+            options.ids = [*options.ids, *(each for each in rest if not each.startswith("-"))]
             rest = [each for each in rest if each.startswith("-")]
         return options, rest
 

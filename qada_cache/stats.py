@@ -1,6 +1,7 @@
 """Statistics of a QAdACache: sparsity and bytes."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -166,6 +167,12 @@ def count_bytes(cache: DynamicCache) -> tuple[int, int]:
     return sum(on_device), sum(on_host) + (0 if snapshots is None else snapshots.nbytes)
 
 
+def count_moments(layers: Iterable[QAdALayer]) -> int:
+    """Bytes on the device of other prompts' moments, which these layers share with those of other caches."""
+    moments = {layer.options.other_moments for layer in layers}
+    return sum(each.device_bytes for each in moments if each is not None)
+
+
 def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
     """Read the counters of all layers (waits for the device once per layer). All processes of the shard call this
     together, and get the shares of all heads, and sums of bytes and audits."""
@@ -181,10 +188,9 @@ def collect(cache: DynamicCache, shard: HeadShard) -> CacheStats:
         return shard.gather_queries(torch.stack([pad(row, (0, most - len(row)), value=math.nan) for row in shares]), 1)
 
     on_device, on_host = count_bytes(cache)
-    moments = {layer.options.other_moments for layer in ours}
     bulks = [(layer, layer.store.bulk) for layer in ours if layer.store is not None]
     sums = {
-        "device_bytes": on_device + sum(each.device_bytes for each in moments if each is not None),
+        "device_bytes": on_device + count_moments(ours),
         "host_bytes": on_host,
         "shared_bytes": sum(bulk.shared_bytes + bulk.lent_bytes for _, bulk in bulks),
         **{name: sum(int(each[name]) for each in counted) for name in _READ},
@@ -228,13 +234,15 @@ def describe_stats(cache: DynamicCache, options: Options, model_type: str) -> st
     tuned = " (tuned)" if options.tuned else ""
     tokens = f"token threshold {options.token_threshold:g}{tuned}, " if options.selects_tokens else ""
     tokens += f"{options.bulk_bits} bits, " if options.codes_tokens else ""
-    served = [layer.askers for layer in cache.layers if isinstance(layer, QAdALayer)]
+    own = [layer for layer in cache.layers if isinstance(layer, QAdALayer)]
+    served = [layer.askers for layer in own]
     ours, layers = sum(map(len, served)), max([len(cache.layers), *(1 + each[-1].index for each in served)])
-    on_device, on_host = (part / 2**20 for part in count_bytes(cache))
+    on_device, on_host = count_bytes(cache)
+    on_device += count_moments(own)  # as `CacheStats` counts them
     counted = f"{cache.get_seq_length()} tokens, " if ours else ""  # layers without attention count none
     return (
         f"QAdACache({model_type}, {ours} of {layers} layers, criterion {criterion}, "
         f"moments {moments}, threshold {options.threshold}, {tokens}{options.sink_tokens} sinks + {options.window} "
         f"window, offloading {'on' if options.offloading else 'off'}; {counted}"
-        f"device {on_device:.1f} MiB, host {on_host:.1f} MiB)"
+        f"device {on_device / 2**20:.1f} MiB, host {on_host / 2**20:.1f} MiB)"
     )

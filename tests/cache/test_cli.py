@@ -232,6 +232,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, status, expected in (
         ([], 2, "the following arguments are required: command"),
         (["moments"], 2, "required: --out"),
+        (["store"], 2, "required: action\n"),
         (["moments", "--out", "x"], 2, "required: MODEL"),
         (["serve-folder", "--out", "x"], 2, "required: MODEL (the model's folder)"),
         (["profile", "--layers"], 2, "usage: qada profile"),

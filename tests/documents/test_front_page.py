@@ -55,6 +55,9 @@ def test_figures_are_those_of_the_tables() -> None:
     shown = [list(cells) for cells in zip(*rows[1:6], strict=True)]
     assert shown == [column(model) for model in MODELS]
     assert f"AMD EPYC, Qwen2.5-Coder-0.5B decodes {column(QWEN)[-1]} times as fast in float32" in README
+    speeds = [one(read(RESULTS / f"benchmark-{speed}-cpu.csv"), method="QAdACache") for _, speed in MODELS.values()]
+    small, large = (f"{float(row['against_static']):.1f}" for row in speeds)
+    assert f"it is {small} and {large} times the speed of StaticCache" in " ".join(README.split())
 
 
 def test_times_of_prompts() -> None:
@@ -81,6 +84,22 @@ def test_latents_and_hybrids() -> None:
     names = "PrefixStore, a third turn", "DynamicCache, read again"
     third, again = (one(turns, way=name, document_tokens="7500")["first_token_s"] for name in names)
     assert f"7,500 tokens takes {float(third):.1f} s, reading everything again {float(again):.0f} (" in told
+
+
+def test_memory() -> None:
+    """The table of docs/memory.md, whose ratios are not rounded twice."""
+    caches = {"DynamicCache": "DynamicCache", "**QAdACache**": "QAdACache"}
+    caches |= {f"`bulk_bits={bits}`": f"QAdACache, {bits} bits" for bits in (4, 16)}
+    tables = ("memory-smollm2", "7500"), ("memory-qwen2.5-coder-0.5b", "16000")
+    for shown, cache in caches.items():
+        cells = []
+        for table, tokens in tables:
+            rows = read(RESULTS / f"{table}.csv")
+            row, dynamic = (one(rows, cache=name, tokens=tokens) for name in (cache, "DynamicCache"))
+            for name, digits in (("held_mib", 1), ("peak_mib", 0)):
+                ratio = "" if row is dynamic else f" ({float(row[name]) / float(dynamic[name]):.2f})"
+                cells.append(f"{float(row[name]):.{digits}f}{ratio}")
+        assert f"| {shown} | {' | '.join(cells)} |" in DOCUMENTS["docs/memory.md"]
 
 
 def test_on_a_gpu() -> None:

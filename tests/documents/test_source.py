@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from documents import ROOT
 from torch.utils._device import _device_constructors
 
 import qada_cache
@@ -116,3 +118,9 @@ def test_sentences_of_docstrings_begin_with_their_subject() -> None:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 found += [f"{file}: {sentence}" for sentence in late.findall(ast.get_docstring(node) or "")]
     assert not found
+
+
+def test_the_sdist_has_what_its_make_reads() -> None:
+    builder = pytest.importorskip("hatchling.builders.sdist", reason="builds the archive").SdistBuilder(str(ROOT))
+    packed = {file.relative_path for file in builder.recurse_included_files()}
+    assert {"Makefile", "eval/tables.mk", "constraints.txt", "mkdocs.yml", ".clang-format"} <= packed

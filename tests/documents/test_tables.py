@@ -11,6 +11,8 @@ import pytest
 from documents import ROOT
 from test_commands import program, read_by
 
+from eval.shared.tables import read
+
 RESULTS = ROOT / "eval/results"
 TABLES = sorted(path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*") if path.suffix in (".csv", ".txt"))
 
@@ -38,6 +40,16 @@ def test_a_tables_commands(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
         read_by(called, monkeypatch)
         if "--out" in words:
             assert words[words.index("--out") + 1] == f"eval/results/{table}"
+
+
+@pytest.mark.parametrize(
+    "table", [name for name in TABLES if re.search(r"(first_token|benchmark|turns|memory)-", name)]
+)
+def test_lengths_of_a_table_are_those_of_its_commands(table: str) -> None:
+    rows = read(RESULTS / table)
+    asked = {size for line in recipe(table) for size in re.findall(r"--tokens ([\dx ]+)", line)}
+    wanted = {tuple(map(int, f"{size}x1".split("x")[:2])) for sizes in asked for size in sizes.split()}
+    assert {(int(row["tokens"]), int(row.get("batch") or 1)) for row in rows} == wanted
 
 
 def test_nothing_else_has_a_target() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from qada_cache import QAdACache, storage
 from qada_cache.sketch import count_segments
 from qada_cache.storage import pinned
 from qada_cache.storage.row_tensors import GROWTH
+from qada_cache.versions import pass_cache
 
 
 def small_cache(**options: Any) -> tuple[QAdACache, list[Pair]]:
@@ -30,6 +32,16 @@ def small_cache(**options: Any) -> tuple[QAdACache, list[Pair]]:
     cache = QAdACache(config=config, moments="current", threshold=0.15, sink_tokens=3, local_tokens=11, **options)
     modules = [FakeAttention(config, groups=2, layer_idx=index) for index in range(2)]
     return cache, [Pair(layer=layer, module=module) for layer, module in zip(cache.layers, modules, strict=True)]
+
+
+def test_both_descriptions_count_the_same_bytes() -> None:
+    """Other prompts' moments too, of which heads of so many channels have more than a tenth of a MiB."""
+    model, (ids, mask) = tiny(head_dim=256), prompt(150)
+    cache = QAdACache(model, sink_tokens=3, local_tokens=11)
+    model.generate(ids, attention_mask=mask, **pass_cache(cache), max_new_tokens=2)
+    counted = re.search(r"device [\d.]+ MiB, host [\d.]+ MiB", str(cache.stats()))
+    assert counted is not None
+    assert counted[0] in repr(cache)
 
 
 def storages(holder: object, seen: dict[int, Tensor] | None = None) -> dict[int, Tensor]:
