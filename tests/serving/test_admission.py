@@ -183,6 +183,26 @@ def test_a_cache_on_the_device_takes_no_host_memory(tmp_path: Path, monkeypatch:
         ours(model, said(312), EXACT)
 
 
+@pytest.mark.parametrize(
+    ("options", "times"), [({}, 2), ({"offloading": False}, 1), ({"device_budget": 1.0}, 1)], ids=str
+)
+def test_a_stored_conversation_is_read_where_there_is_room(
+    options: dict[str, Any], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its files' contents, and for the cache unless that lies on the device."""
+    model, ids = tiny(), said(300)
+    monkeypatch.setattr(memory, "find_inputs_device", lambda _: torch.device("cuda"))
+    ours(model, ids, EXACT | options, conversations_store=tmp_path)
+    find_conversations(model).forget()
+    needed = times * memory.estimate_bytes(model, 299, 0)
+    leave(monkeypatch, (needed - 1) / MIB)
+    with pytest.raises(MemoryError, match="to read 299 tokens"):
+        ours(model, ids, EXACT | options, conversations_store=tmp_path)
+    leave(monkeypatch, needed / MIB)
+    ours(model, ids, EXACT | options, conversations_store=tmp_path)
+    assert counters(model)["restored"] == 1
+
+
 def test_conversations_on_the_device_are_not_dropped_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would free none."""
     model = tiny()
