@@ -157,7 +157,8 @@ def attend_exactly(layer: Asker, store: TokenStore, query: Query, key: Tensor, v
         new_query, new_key, new_value = states[rows][:, :, shown], *(part[rows][:, :, real] for part in (key, value))
         kv_heads, tokens = new_key.shape[1], new_query.shape[2]
         # `generate` goes on from a row's last position, also if it is padding, which then sees all real tokens.
-        ends = valid is not None and visible is None and not valid[rows.start, -1] and store.lengths[rows.start] > 0
+        ends = valid is not None and visible is None and not valid[rows.start, -1]
+        ends &= store.lengths[rows.start] + new_key.shape[2] > 0
         group = heads // kv_heads
         if not tokens + ends:  # this row is padding from end to end of the queries
             continue

@@ -162,7 +162,7 @@ def test_fewer_bits_than_it_was_measured_with(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.usefixtures("default_bits")
 @pytest.mark.parametrize(("measured", "bits"), [(16, 8), (8, 8), (4, 4)])
 def test_bits_left_open_are_the_fewer_ones(measured: int, bits: int) -> None:
-    """Of the choice and the default; a cache that was built with more keeps them."""
+    """They are the choice or the default; a cache that was built with more keeps them."""
     model = tiny(head_dim=32)
     kept(model, bulk_bits=measured)
     assert (tuned(model).options.bulk_bits, *goes_by(tuned(model))) == (bits, 8.0, True)

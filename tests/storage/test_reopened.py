@@ -22,7 +22,7 @@ def lose(keys: Tensor, made: dict[str, Tensor], energies: Tensor, layout: Layout
 
 @pytest.mark.parametrize("head", range(HEADS))
 def test_other_tokens_may_lose_as_much_more_as_the_whole_segment(head: int) -> None:
-    """Of either head, beside what they would lose if they were like its first tokens."""
+    """Beside what they would lose if they were like its first tokens; either head counts."""
     generator, layout = torch.Generator().manual_seed(1), Layout.from_bits(DIM, 1.5)
     assert layout is not None
     keys = torch.randn(HEADS, LEFT + NEW, DIM, generator=generator)
