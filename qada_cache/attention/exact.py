@@ -135,7 +135,7 @@ def attend_exactly(layer: Asker, store: TokenStore, query: Query, key: Tensor, v
     The bulk is streamed block by block, so device memory does not grow with it. The new tokens are not yet in `store`:
     `key` and `value` are `[batch, kv_heads, tokens, dim]` and `value_dim`, expanded ones of a `LatentLayer`. Queries
     are those of the last tokens, as a rule of all. The query's `valid` and `visible` cover all tokens. The result is
-    `[batch, heads, queries, value_dim]` in the query's dtype, zeros for padding.
+    `[batch, heads, queries, value_dim]` in the query's dtype, zeros for padding, but for a row's last position.
     """
     if (selected := attend_to_chunk(layer, store, query, key, value)) is not None:
         return selected
@@ -156,11 +156,13 @@ def attend_exactly(layer: Asker, store: TokenStore, query: Query, key: Tensor, v
         )
         new_query, new_key, new_value = states[rows][:, :, shown], *(part[rows][:, :, real] for part in (key, value))
         kv_heads, tokens = new_key.shape[1], new_query.shape[2]
+        # `generate` goes on from a row's last position, also if it is padding, which then sees all real tokens.
+        ends = valid is not None and visible is None and not valid[rows.start, -1]
+        ends &= store.lengths[rows.start] + new_key.shape[2] > 0
         group = heads // kv_heads
-        if not tokens:  # this row is padding from end to end of the queries
+        if not tokens + ends:  # this row is padding from end to end of the queries
             continue
-        grouped_queries = new_query.reshape(-1, kv_heads, group * tokens, new_query.shape[-1])
-        own = (part.repeat_interleave(group, dim=1) for part in (new_key, new_value))
+        own = [part.repeat_interleave(group, dim=1) for part in (new_key, new_value)]
         mask = None
         if visible is not None:
             mask = visible.expand(batch, -1, -1)[rows, None, -queries:][:, :, shown][..., real]
@@ -168,19 +170,27 @@ def attend_exactly(layer: Asker, store: TokenStore, query: Query, key: Tensor, v
             behind = new_key.shape[2] - tokens
             mask = states.new_ones(1, 1, tokens, new_key.shape[2], dtype=torch.bool).tril(behind)
         out, lse = partial_attention(new_query, *own, mask=mask, causal=mask is None, **kwargs)
+        if ends:
+            new_query = torch.cat([new_query, last := states[rows, :, -1:]], dim=2)
+            parts = zip((out, lse), partial_attention(last, *own, **kwargs), strict=True)
+            out, lse = (torch.cat(pair, dim=2) for pair in parts)
+        del own
         if sink_logits is not None:
             out, lse = merge_partials(out, lse, torch.zeros_like(out), sink_logits.float()[:, None].expand_as(lse))
         if latents is not None:
             out, lse = merge_partials(out, lse, *latents.attend(rows, new_query))
-            result[rows, :, shown] = out.to(states.dtype)
-            continue
-        out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])
-        for keys, values in store.view_near(rows):
-            out, lse = merge_partials(out, lse, *partial_attention(grouped_queries, keys, values, **kwargs))
-        for part in stream(store.bulk, rows):
-            at = slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.heads
-            far = partial_attention(grouped_queries[at], part.keys, part.values, **kwargs)
-            out[at], lse[at] = merge_partials(out[at], lse[at], *far)
-            layer.counters.streamed_bytes += part.bulk_read_bytes
-        result[rows, :, shown] = out.reshape(*new_query.shape[:3], -1).to(states.dtype)
+        else:
+            grouped_queries = new_query.reshape(-1, kv_heads, group * (tokens + ends), new_query.shape[-1])
+            out, lse = out.reshape(*grouped_queries.shape[:3], -1), lse.reshape(grouped_queries.shape[:3])
+            for keys, values in store.view_near(rows):
+                out, lse = merge_partials(out, lse, *partial_attention(grouped_queries, keys, values, **kwargs))
+            for part in stream(store.bulk, rows):
+                at = slice(part.rows.start - rows.start, part.rows.stop - rows.start), part.heads
+                far = partial_attention(grouped_queries[at], part.keys, part.values, **kwargs)
+                out[at], lse[at] = merge_partials(out[at], lse[at], *far)
+                layer.counters.streamed_bytes += part.bulk_read_bytes
+        out = out.reshape(*new_query.shape[:3], -1).to(states.dtype)
+        result[rows, :, shown] = out[:, :, :tokens]
+        if ends:
+            result[rows, :, -1:] = out[:, :, tokens:]
     return result

@@ -11,6 +11,14 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 from .decoder_forward import find_decoder
 from .latent import find_latent_sizes, has_indexers
 
+# Names in configs of the heads of linear layers, and of the sides of a head's state: of delta rules, and of Mamba 2.
+_LINEAR_SIZES = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    ("linear_num_heads", "linear_head_dim", "linear_head_dim"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+)
+
 
 def unwrap_model(model: Any) -> Any:
     """The model that `torch.compile` or peft wrapped; anything else as it is. Peft's prompt learning is refused."""
@@ -147,6 +155,21 @@ def find_value_dim(config: PreTrainedConfig, dim: int) -> int:
     if attends_twice(config.model_type):
         return 2 * dim
     return getattr(find_full_attention_config(config), "v_head_dim", None) or dim
+
+
+def count_state_elements(config: PreTrainedConfig) -> int:
+    """Elements of the states of one linear layer for a row of text, rather too many than too few: a matrix of each
+    head, and 4 tokens before a convolution. A head's matrix is as for attention if the config has no name known here.
+    """
+    for names in _LINEAR_SIZES:
+        heads, rows, columns = (getattr(config, name, None) for name in names)
+        if heads and rows and columns:
+            break
+    else:
+        own = find_full_attention_config(config)
+        heads = own.num_attention_heads
+        rows = columns = getattr(own, "head_dim", None) or own.hidden_size // heads
+    return heads * (rows * columns + 4 * 2 * (rows + columns))
 
 
 def attends_twice(model_type: str) -> bool:

@@ -17,6 +17,7 @@ from ..state.layer import QAdALayer
 from ..state.snapshots import Snapshot
 from ..storage import TokenStore
 from ..storage.coded_bulk import CodedBulk
+from ..storage.transfers import bring
 from .folder import CODED, INDEXER, Folder, Header, Layers, Listing
 from .keeping import store_states, write_segment
 from .naming import Name, describe_reading, make_digest, name_segment
@@ -138,16 +139,16 @@ def _copy_part(layer: QAdALayer, row: int, start: int, stop: int, segment: int |
     assert isinstance(bulk, CodedBulk)
     first = start if segment is None else stop - SEGMENT_TOKENS
     keys, values = store.copy_tokens(rows, start, stop if segment is None else first)
-    tensors = {"keys": keys[0].cpu(), "values": values[0].cpu(), **copy_beside(layer, row, start, stop)}
+    tensors = {"keys": keys[0], "values": values[0], **copy_beside(layer, row, start, stop)}
     if segment is not None:
         assert bulk.sketch is not None
         bulk.synchronize()
         at = segment * SEGMENT_TOKENS
         code = bulk.sketch.find_segment(row, segment)
         assert code is not None  # as it is closed
-        tensors |= {name: code[name].cpu() for name in CODES}
-        tensors["records"] = bulk.tensors[0][row, :, at : at + SEGMENT_TOKENS, : bulk.layout.size].cpu().contiguous()
-    return tensors
+        tensors |= {name: code[name] for name in CODES}
+        tensors["records"] = bulk.tensors[0][row, :, at : at + SEGMENT_TOKENS, : bulk.layout.size].contiguous()
+    return bring(tensors)
 
 
 def _remove_outlived(folder: Folder, listing: Listing, parent: str, new: Name, tokens: list[int], reading: str) -> None:

@@ -12,6 +12,7 @@ from ..sketch import MIN_TOKENS, SEGMENT_TOKENS, Layout, count_segments
 from ..sketch.codec import CODES, MIN_ENERGY, MIN_VARIANCE, has_whole_order, list_fields
 from ..state import Options
 from ..storage import TokenStore
+from ..storage.transfers import bring
 from .folder import Layers
 from .naming import FILE_TOKENS, make_digest
 
@@ -35,7 +36,7 @@ def find_code(store: TokenStore, row: int, start: int, stop: int) -> dict[str, t
         first, own = store.sinks + index * SEGMENT_TOKENS, slice(row, row + 1)
         keys, _ = store.copy_tokens(own, first, first + SEGMENT_TOKENS)
         found = {name: part[0] for name, part in sketch.code_keys(keys).items()}
-    return {name: found[name].cpu() for name in CODES}
+    return bring({name: found[name] for name in CODES})
 
 
 def has_code(layer: dict[str, torch.Tensor], layout: Layout) -> bool:

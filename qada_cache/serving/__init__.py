@@ -149,8 +149,16 @@ def generate(
     given_tokens = ids.shape[-1] if isinstance(ids, Tensor) else 0
     new_tokens = settings.max_new_tokens or max(0, (settings.max_length or 0) - given_tokens)
     all_tokens = rows * (tokens + new_tokens)
-    held = cache.options
-    needed = estimate_bytes(model, all_tokens, rows * chunk_tokens, held.bulk_bits, offloading=held.offloading)
+    needed = estimate_bytes(
+        model,
+        all_tokens,
+        rows * chunk_tokens,
+        cache.options.bulk_bits,
+        offloading=cache.options.offloading,
+        device_budget=cache.options.device_budget,
+        held=0 if prompt is None else len(prompt) - tokens,
+        snapshots=cache._shared.snapshots is not None,
+    )
     try:
         with reserve_memory(tokens, needed, kept):
             output = stock(**arguments | pass_cache(cache))

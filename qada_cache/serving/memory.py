@@ -8,14 +8,23 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
 import psutil  # which accelerate requires
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from ..forked import renew
-from ..models import find_inputs_device, find_served_layers, list_token_sizes, read_sizes
+from ..models import (
+    count_state_elements,
+    find_inputs_device,
+    find_served_layers,
+    forgets_states,
+    list_token_sizes,
+    read_sizes,
+)
 from ..sketch import MIN_TOKENS
 from ..sketch.coded import RecordLayout
 from ..state import BULK_BITS
@@ -76,36 +85,57 @@ def _read_text(path: Path) -> str:
 
 
 def estimate_bytes(
-    model: PreTrainedModel, tokens: int, at_once: int, bulk_bits: int = BULK_BITS, *, offloading: bool = True
+    model: PreTrainedModel,
+    tokens: int,
+    at_once: int,
+    bulk_bits: int = BULK_BITS,
+    *,
+    offloading: bool = True,
+    device_budget: int | float | str = 0,
+    held: int = 0,
+    snapshots: bool = True,
 ) -> int:
-    """Bytes of host memory that `tokens` more tokens take at the peak, `at_once` of them in one pass: an estimate on
-    the high side. It counts each layer's keys and values, or records with the last tokens in full precision, with
-    sketch and room to grow, snapshots of sliding layers, and one layer's activations. If the model computes elsewhere,
-    activations are not on the host, nor is a cache without `offloading`, but for its snapshots."""
+    """Bytes of host memory that `tokens` more tokens take at the peak, `at_once` of them in one pass, behind `held`
+    ones: an estimate on the high side. It counts each layer's keys and values, or records with the last tokens in full
+    precision, with sketch and room to grow, a row's linear states, `snapshots` of layers that are not ours, and one
+    layer's activations. If the model computes elsewhere, the host has snapshots, and with `offloading` our layers but
+    for those that a `device_budget` has room for."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:  # only linear layers, whose states do not grow
         return 0
-    layers, heads, *_ = read_sizes(config)
+    _, heads, *_ = read_sizes(config)
     kv_heads, dim, _ = map(max, zip(*list_token_sizes(config), strict=True))
-    element_bytes = model.dtype.itemsize
+    element_bytes, on_host = model.dtype.itemsize, find_inputs_device(model).type == "cpu"
     # Bytes of one KV head: of each token, and besides of the last tokens in full precision.
-    token_bytes, records = 3.0 * dim * element_bytes, RecordLayout.from_bits(dim, dim, bulk_bits)
-    last_bytes = 0.0 if records is None else min(tokens, MIN_TOKENS) * token_bytes
-    if records is not None:
-        token_bytes = 1.5 * (records.size + dim / 4)
+    whole_bytes, records = 3.0 * dim * element_bytes, RecordLayout.from_bits(dim, dim, bulk_bits)
+    token_bytes, last = (whole_bytes, 0) if records is None else (1.5 * (records.size + dim / 4), MIN_TOKENS)
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widest = max(wide) if isinstance(wide, (list, tuple)) else wide
     activation_bytes = (3 * widest + 8 * config.hidden_size) * element_bytes + 8 * heads * dim * 4  # of one token
-    cache_bytes = layers * kv_heads * (tokens * token_bytes + last_bytes)
     served = find_served_layers(cache := DynamicCache(config=config), config)
-    windows = [getattr(layer, "sliding_window", 0) for index, layer in enumerate(cache.layers) if index not in served]
-    ends = len(Snapshots(EVERY).plan(tokens, least=1))  # where snapshots share no token if windows are short
-    kept = sum(min(tokens, window * ends) for window in windows) if served else 0
+
+    def count_served(tokens: int) -> float:
+        layer_bytes, placed = kv_heads * (tokens * token_bytes + min(tokens, last) * whole_bytes), 0.0
+        if not on_host and not isinstance(device_budget, str):
+            share = isinstance(device_budget, float)
+            placed = device_budget * len(served) if share else device_budget // max(layer_bytes, 1)
+        return max(0, len(served) - int(placed)) * layer_bytes
+
+    others = [layer for index, layer in enumerate(cache.layers) if index not in served]
+    windows = [getattr(layer, "sliding_window", inf) for layer in others if isinstance(layer, DynamicLayer)]
+    linear = sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others)
     most_heads = max(kv_heads, getattr(config, "num_key_value_heads", None) or heads)
-    snapshot_bytes = kept * most_heads * 2 * dim * element_bytes
-    if find_inputs_device(model).type != "cpu":
-        return int(snapshot_bytes + (cache_bytes if offloading else 0))
-    return int(snapshot_bytes + cache_bytes + at_once * activation_bytes)
+    state_bytes = 4 * linear * count_state_elements(config) if linear else 0  # of a row, in float32
+    others_bytes = state_bytes + sum(min(tokens, window) for window in windows) * most_heads * whole_bytes
+    snapshot_bytes = 0.0
+    if served and snapshots and not forgets_states(config):
+        ends = len(Snapshots(EVERY).plan(tokens, least=1))  # where snapshots share no token if windows are short
+        kept = sum(min(tokens, window * ends) for window in windows)
+        snapshot_bytes = ends * state_bytes + kept * most_heads * 2 * dim * element_bytes
+    served_bytes = count_served(held + tokens) - count_served(held)
+    if not on_host:
+        return int(snapshot_bytes + (served_bytes if offloading else 0))
+    return int(snapshot_bytes + served_bytes + others_bytes + at_once * activation_bytes)
 
 
 class Kept(Protocol):

@@ -65,7 +65,8 @@ class Stored:
     def restore(self, kept: Kept) -> QAdACache:
         """A cache with the stored tokens; `kept` is as for `reserve_memory`."""
         assert self._store is not None
-        held = estimate_bytes(self._model, self.tokens, 0, offloading=self._options.get("offloading", True))
+        laid_out = {name: self._options[name] for name in ("offloading", "device_budget") if name in self._options}
+        held = estimate_bytes(self._model, self.tokens, 0, **laid_out)
         # The files' contents lie on the host meanwhile.
         with reserve_memory(self.tokens, estimate_bytes(self._model, self.tokens, 0) + held, kept):
             return self._store.cache(self._model, self._prompt, key=self._key, **self._options)

@@ -63,7 +63,9 @@ def describe_rows(
         local += b"".join(columns[0])
         pending += b"".join(columns[1])
         bulk_tokens.append(tokens)
-        decided.append([bulk > 0 and query for bulk, query in zip(tokens, is_real, strict=True)])
+        # `generate` goes on from the last position of a turn, also if it is padding; a row that has ended does not.
+        asks = [*is_real[:-1], is_real[-1] or queries > 1]
+        decided.append([bulk > 0 and query for bulk, query in zip(tokens, asks, strict=True)])
     masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
     counts, stored = (torch.tensor(part, dtype=torch.int64, device="cpu") for part in (bulk_tokens, bulk_lengths))
     decides = torch.tensor(decided, dtype=torch.bool, device="cpu")

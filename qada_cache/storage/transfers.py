@@ -11,7 +11,7 @@ import math
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -129,6 +129,18 @@ def refill(copies: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, aft
         for target, source in copies:
             target.copy_(source, non_blocking=True)
     return None if side is None else side.record_event()
+
+
+def bring(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
+    """The same tensors on the host. Those that are elsewhere come in one copy, as the host waits for each."""
+    there = {name: each for name, each in tensors.items() if has_own_memory(each.device)}
+    brought = {name: each for name, each in tensors.items() if name not in there}
+    if there:
+        together = torch.cat([each.contiguous().flatten().view(torch.uint8) for each in there.values()]).cpu()
+        parts = zip(there.items(), together.split([each.nbytes for each in there.values()]), strict=True)
+        # Clones begin where any dtype may.
+        brought |= {name: part.clone().view(each.dtype).view(each.shape) for (name, each), part in parts}
+    return {name: brought[name] for name in tensors}
 
 
 def mark(device: torch.device) -> Any:

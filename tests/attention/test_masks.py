@@ -195,3 +195,20 @@ def test_branches_in_the_first_call(attention: str, form: str) -> None:
     hides[:, PROMPT - 2] = 0
     with pytest.raises(ValueError, match="does not agree with the tokens already cached: it hides some"):
         call(model, cache, ids[:, :1], hides)
+
+
+@pytest.mark.parametrize(("tokens", "padding"), [(60, 20), (60, 60), (12, 5), (12, 12)])
+@pytest.mark.parametrize("family", ["llama", "gemma3n", "gpt_oss", "deepseek_v3", "diffllama"])
+@torch.inference_mode()
+def test_turns_that_end_in_padding(family: str, tokens: int, padding: int) -> None:
+    """At a row's last position, from which `generate` goes on, logits are as with DynamicCache."""
+    model, (ids, mask) = tiny(family), prompt(PROMPT + tokens, PROMPT - 10 + tokens)
+    mask[1, -padding:] = 0
+    logits = []
+    for cache in (exact(model, moments="current"), dynamic(model)):
+        model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], **pass_cache(cache))
+        found = model(ids[:, PROMPT:], attention_mask=mask, **pass_cache(cache)).logits
+        shown = mask[:, PROMPT:].bool()
+        shown[:, -1] = True
+        logits.append(found[shown])
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3)

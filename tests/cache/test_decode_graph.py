@@ -362,6 +362,23 @@ def test_what_only_the_host_knows_is_not_replayed(device: str) -> None:
 
 
 @torch.inference_mode()
+def test_steps_under_autocast_are_not_replayed(device: str) -> None:
+    """A graph would keep the dtypes of the step that it recorded. Other steps are replayed again."""
+    model, outputs = tiny(dtype=torch.bfloat16).to(device), []
+    for on in (False, True):
+        cache = make(model, token_threshold=0.0, cuda_graph=on)
+        found = [decode(model, cache, 8)]
+        before = RecordedGraph.replays
+        with torch.autocast(device, torch.bfloat16):
+            found.append(decode(model, cache, 3, start=8))
+        assert RecordedGraph.replays == before
+        found.append(decode(model, cache, 3, start=11))
+        outputs.append(torch.cat([part.float() for part in found]))
+    assert RecordedGraph.replays > before > 0
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
 def test_weights_that_moved_are_read_where_they_are(device: str) -> None:
     model = tiny().to(device)
     cache, plain = (make(model, token_threshold=0.0, cuda_graph=on) for on in (True, False))

@@ -159,6 +159,18 @@ def test_fewer_bits_than_it_was_measured_with(caplog: pytest.LogCaptureFixture) 
     assert "it was measured with bulk_bits=8, and this cache has bulk_bits=4" in caplog.text
 
 
+@pytest.mark.usefixtures("default_bits")
+@pytest.mark.parametrize(("measured", "bits"), [(16, 8), (8, 8), (4, 4)])
+def test_bits_left_open_are_the_fewer_ones(measured: int, bits: int) -> None:
+    """They are the choice or the default; a cache that was built with more keeps them."""
+    model = tiny(head_dim=32)
+    kept(model, bulk_bits=measured)
+    assert (tuned(model).options.bulk_bits, *goes_by(tuned(model))) == (bits, 8.0, True)
+    assert tuned(model, bulk_bits=16).options.bulk_bits == 16
+    assert tuned(model, bulk_bits=8).options.bulk_bits == 8
+    assert goes_by(tuned(model, bulk_bits=8)) == (8.0, True)
+
+
 def test_prompts_are_read_as_tuned_unless_a_cache_says_otherwise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,6 +63,15 @@ def test_once_per_model(collected: list[str], folder: Path, monkeypatch: pytest.
     assert collected == ["random-tokens", "single-token"]
 
 
+def test_those_used_last_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "REMEMBERED", 2)
+    first, second = (of(QAdACache(tiny(seed=seed))) for seed in (1, 2))
+    assert of(QAdACache(tiny(seed=1))) is first
+    of(QAdACache(tiny(seed=3)))
+    assert of(QAdACache(tiny(seed=1))) is first
+    assert of(QAdACache(tiny(seed=2))) is not second  # read again
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SMALL, prompt
+from models import SMALL, prompt, tiny
 from stand_in import accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from qada_cache import PrefixStore, QAdACache
 from qada_cache.prefix_store import folder
 from qada_cache.prefix_store.folder import Listing
 from qada_cache.prefix_store.naming import FILE_TOKENS
+from qada_cache.storage import transfers
 from qada_cache.versions import pass_cache
 
 OPTIONS: dict[str, Any] = {"moments": "current", "bulk_bits": 16, **SMALL}
@@ -81,3 +82,23 @@ def test_plans_stay_while_buffers_do(store: PrefixStore, model: PreTrainedModel)
         assert layer.plan is (plan if layer.store.version == version else None)
         kept.append(layer.plan is plan)
     assert {*kept} == {True, False}
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_a_layer_writes_of_a_segment_comes_in_one_copy(
+    bits: int, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a device, for which the host waits at each copy."""
+    model, text = tiny(), prompt(1300)[0]
+    cache = QAdACache(model, **OPTIONS | {"bulk_bits": bits})
+    read(model, text, cache)
+    store.keep(cache, text)
+    written = {path.name: path.read_bytes() for path in store.folder.iterdir()}
+    store.drop()
+    brought, to_host = list[Tensor](), Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda each: brought.append(each) or to_host(each))
+    monkeypatch.setattr(transfers, "has_own_memory", lambda _: True)
+    store.keep(cache, text)
+    codes = sum(each.dtype == torch.uint8 and each.dim() == 1 for each in brought)
+    assert codes == 2 * (2 if bits == 16 else len(written))
+    assert written == {path.name: path.read_bytes() for path in store.folder.iterdir()}

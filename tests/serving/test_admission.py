@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from calling import EXACT, NEW, Reads, ours, said
-from models import generate, prompt, tiny
+from models import FAMILIES, generate, prompt, tiny
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from qada_cache import QAdACache
@@ -181,6 +183,26 @@ def test_a_cache_on_the_device_takes_no_host_memory(tmp_path: Path, monkeypatch:
         ours(model, said(312), EXACT)
 
 
+@pytest.mark.parametrize(
+    ("options", "times"), [({}, 2), ({"offloading": False}, 1), ({"device_budget": 1.0}, 1)], ids=str
+)
+def test_a_stored_conversation_is_read_where_there_is_room(
+    options: dict[str, Any], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its files' contents, and for the cache unless that lies on the device."""
+    model, ids = tiny(), said(300)
+    monkeypatch.setattr(memory, "find_inputs_device", lambda _: torch.device("cuda"))
+    ours(model, ids, EXACT | options, conversations_store=tmp_path)
+    find_conversations(model).forget()
+    needed = times * memory.estimate_bytes(model, 299, 0)
+    leave(monkeypatch, (needed - 1) / MIB)
+    with pytest.raises(MemoryError, match="to read 299 tokens"):
+        ours(model, ids, EXACT | options, conversations_store=tmp_path)
+    leave(monkeypatch, needed / MIB)
+    ours(model, ids, EXACT | options, conversations_store=tmp_path)
+    assert counters(model)["restored"] == 1
+
+
 def test_conversations_on_the_device_are_not_dropped_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would free none."""
     model = tiny()
@@ -197,16 +219,65 @@ def test_conversations_on_the_device_are_not_dropped_for_host_memory(monkeypatch
     assert counters(model)["conversations"] == 1
 
 
-def test_snapshots_of_sliding_layers_are_needed_too() -> None:
-    types = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
-    model = tiny("gemma3", sliding_window=1000, **types)
+_DELTA = {
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 64}
+_TYPES = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("gemma3", {"sliding_window": 1000, **_TYPES}), ("qwen3_next", _DELTA), ("bamba", _MAMBA)],
+    ids=("sliding", "delta", "mamba"),
+)
+def test_snapshots_of_other_layers_are_needed_too(family: str, sizes: dict) -> None:
+    with patch.dict(FAMILIES, {"bamba": ("Bamba", {})}):
+        model = tiny(family, **sizes)
     cache = QAdACache(model, moments="current", bulk_bits=16)
     cache.keep_snapshots()
     generate(model, prompt(900)[0], cache, tokens=2)
-    assert cache._shared.snapshots.nbytes > 0
+    snapshots = cache._shared.snapshots.nbytes
+    assert snapshots > 0
     assert memory.estimate_bytes(model, 902, 0) >= sum(count_bytes(cache))
+    without = memory.estimate_bytes(model, 902, 0, snapshots=False)
+    assert memory.estimate_bytes(model, 902, 0) - without >= snapshots
+    assert without >= sum(count_bytes(cache)) - snapshots
+
+
+def test_a_call_that_keeps_no_snapshots_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen3_next", **_DELTA)
+    leave(monkeypatch, memory.estimate_bytes(model, 300 + NEW, 300, snapshots=False) / MIB)
+    ours(model, said(300), conversations=0)
+    with pytest.raises(MemoryError):
+        ours(model, said(300))
+
+
+def test_a_sliding_layer_needs_its_window() -> None:
+    """And a linear one nothing for a further token."""
+    token = 2 * 3 * 8 * 4  # KV heads, half as much again as a key and a value, dim, bytes
+    for family in ("gemma3", "qwen3_next"):
+        few, more = (memory.estimate_bytes(tiny(family), tokens, 0) for tokens in (900, 901))
+        assert more - few == token
     alone = tiny("mistral_sliding")  # whose cache keeps no snapshots
-    assert memory.estimate_bytes(alone, 902, 0) == memory.estimate_bytes(tiny("mistral"), 902, 0)
+    assert memory.estimate_bytes(alone, 902, 0) == 2 * 12 * token
+
+
+def test_layers_on_the_device_need_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a budget has room for; one that outgrows it comes to the host with all that it holds."""
+    model = tiny(num_hidden_layers=4)
+    monkeypatch.setattr(memory, "find_inputs_device", lambda _: torch.device("cuda"))
+    layer = 1000 * 2 * 3 * 8 * 4
+
+    def count_layers(budget: Any, held: int = 0) -> float:
+        return memory.estimate_bytes(model, 1000, 1000, device_budget=budget, held=held) / layer
+
+    assert [count_layers(budget) for budget in (0, "auto", 0.0, 0.5, 0.7, 1.0)] == [4, 4, 4, 2, 2, 0]
+    assert [count_layers(int(layers * layer)) for layers in (0.9, 1, 3.5, 9)] == [4, 3, 1, 0]
+    assert [count_layers(each, held=3000) for each in (0.5, 12 * layer, 16 * layer)] == [2, 4, 0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and limits its own address space")
