@@ -96,6 +96,7 @@ def list_builds(target: Target) -> list[Build]:
     for (element, dim, value_dim, queries, bits), processor in product(SIZES, target.processors):
         records = RecordLayout.from_bits(dim, value_dim, bits)
         builds.append(Build(cpu.SOURCE, cpu.define(element, dim, value_dim, queries, records), processor))
+        builds.append(Build(cpu.PARTIAL, cpu.define(element, dim, value_dim, queries), processor))
         if records is not None:
             macros = cpu.define("FLOAT32", dim, value_dim, 1, records)
             builds.append(Build(recording.SOURCE, macros, processor))
