@@ -71,6 +71,7 @@ def empty_cache_folder() -> Iterator[None]:
     """As for a user who has never run this package: what was kept before goes by another folder."""
     before = os.environ.get("QADA_HOME")
     cpu.build.cache_clear()
+    cpu.build_partial.cache_clear()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["QADA_HOME"] = folder
         try:

@@ -39,8 +39,8 @@ def list_libraries(
             sizes = dim, value_dim, group, layout
             found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
         if by_torch or options.audit_every:  # both read whole heads by partial attention
-            sizes = dim, value_dim, cpu.round_queries(group), None
-            found.append(Library(cpu.SOURCE, cpu.define(element, *sizes), partial(cpu.build, dtype, *sizes)))
+            few = dim, value_dim, cpu.round_queries(group)
+            found.append(Library(cpu.PARTIAL, cpu.define(element, *few), partial(cpu.build_partial, dtype, *few)))
     found += _list_coders(layout, dtype, dim, sketched=options.selects_tokens)
     if not (softcap or sinks) and prompt.has_instructions() and prompt.serves_sizes(dim, value_dim, dtype):
         of_prompt = dim, value_dim, dtype

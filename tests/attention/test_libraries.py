@@ -45,7 +45,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Path, tuple[st
     load = building._load
     monkeypatch.setattr(building, "_load", lambda *library: found.append(library) or load(*library))
     monkeypatch.setattr(building, "_builds", building._Builds())
-    built = cpu.build, prompt_kernel._build_once, recording.build_coder, quantizing.build_quantizer
+    built = cpu.build, cpu.build_partial, prompt_kernel._build_once, recording.build_coder, quantizing.build_quantizer
     for build in built:
         build.cache_clear()
     yield found

@@ -186,7 +186,7 @@ def test_torch_codes_for_caches_that_want_no_kernels(tmp_path: Path, monkeypatch
         monkeypatch.setattr(module, "build_library", lambda *_: called.append("C++"))
     monkeypatch.setattr(coding, "AUTO_DEVICES", ("cpu",))
     monkeypatch.setattr(coding, "_find_coder", lambda *_: called.append("Triton"))
-    for cached in (cpu.build, prompt_kernel._build_once, recording.build_coder):
+    for cached in (cpu.build, cpu.build_partial, prompt_kernel._build_once, recording.build_coder):
         cached.cache_clear()
     model, ids, path = tiny(), prompt(PROMPT)[0], tmp_path / "cache.safetensors"
 
@@ -211,7 +211,7 @@ def test_torch_codes_for_caches_that_want_no_kernels(tmp_path: Path, monkeypatch
     monkeypatch.setenv("QADA_KERNELS", "torch")  # of what is asked for nothing, and of what is loaded
     for each in (filled(model, ids, bulk_bits=8, **SELECTING), QAdACache.load(path, model)):
         assert not grow(each)
-    for cached in (cpu.build, prompt_kernel._build_once, recording.build_coder):
+    for cached in (cpu.build, cpu.build_partial, prompt_kernel._build_once, recording.build_coder):
         cached.cache_clear()
 
 

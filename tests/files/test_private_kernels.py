@@ -25,7 +25,7 @@ from qada_cache.kernels.cpu import building
 @pytest.fixture(autouse=True)
 def quick_builds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has loaded no kernel, and that builds them quickly."""
-    monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
+    monkeypatch.setattr(cpu, "build_partial", functools.cache(cpu.build_partial.__wrapped__))
     # Each test's library has a name of its own, as a process loads only one library of a name.
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-O0", f"-DTEST={abs(hash(tmp_path))}"))
     monkeypatch.setattr(building, "run_command", compile_once)
@@ -35,10 +35,10 @@ held: list[int] = []  # open files
 
 
 def kernels() -> ctypes.CDLL | None:
-    """The kernel's library as the first decode step of another process would get it."""
-    cpu.build.cache_clear()
+    """The kernel's library as another process would get it."""
+    cpu.build_partial.cache_clear()
     held.append(os.open(os.devnull, os.O_RDONLY))  # the folder gets another number, and so the library another name
-    return cpu.build(torch.float32, 16, 24, 1)
+    return cpu.build_partial(torch.float32, 16, 24, 1)
 
 
 def attends(loaded: ctypes.CDLL | None) -> bool:
@@ -57,9 +57,7 @@ def attends(loaded: ctypes.CDLL | None) -> bool:
 def planted(tmp_path: Path) -> Callable[[Path], Path]:
     """Puts a library at a path that, when it is loaded, makes the file that is returned."""
     mark = tmp_path / "mark"
-    source = "#include <cstdio>\n"
-    for function in ("void partial_attention() {}", "void fused_decode(void*) {}", "long decode_size() { return 0; }"):
-        source += f'extern "C" {function}\n'
+    source = '#include <cstdio>\nextern "C" void partial_attention() {}\n'
     source += f'__attribute__((constructor)) static void run() {{ fclose(fopen("{mark}", "w")); }}\n'
     (tmp_path / "planted.cpp").write_text(source)
     command = [str(compiler()), "-shared", "-fPIC", str(tmp_path / "planted.cpp"), "-o", str(tmp_path / "planted.so")]

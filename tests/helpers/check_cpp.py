@@ -99,6 +99,8 @@ def list_builds(target: Target) -> list[Build]:
         if records is not None:
             macros = cpu.define("FLOAT32", dim, value_dim, 1, records)
             builds.append(Build(recording.SOURCE, macros, processor))
+        else:
+            builds.append(Build(cpu.PARTIAL, cpu.define(element, dim, value_dim, queries), processor))
     for (dtype, dim), processor in product(QUANTIZER_SIZES, target.processors):
         builds.append(Build(quantizing.SOURCE, quantizing.define_quantizer(dtype, dim), processor))
     for (dtype, dim, rank, bits), processor in product(LATENT_SIZES, {*target.processors, *target.of_prompts}):

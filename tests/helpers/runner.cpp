@@ -32,7 +32,7 @@ static std::string text() {
     return read;
 }
 
-// As `partial_attention` of attention.cpp: five pointers, eight sizes, threads, and the scaling.
+// As `partial_attention` of partial.cpp: five pointers, eight sizes, threads, and the scaling.
 static int attend_partially(void* function, const int64_t* at) {
     using Part = int (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                          int64_t, int64_t, int64_t, int, float);

@@ -24,7 +24,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     tests."""
     monkeypatch.setattr(building, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS))
     monkeypatch.setattr(building, "run_command", compile_once)
-    monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
+    monkeypatch.setattr(cpu, "build_partial", functools.cache(cpu.build_partial.__wrapped__))
     warn_once.cache_clear()
     monkeypatch.setenv("QADA_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
@@ -77,7 +77,7 @@ def test_where_no_path_goes_by_a_descriptor(fresh: Path, monkeypatch: pytest.Mon
     for _ in range(2):
         found = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        cpu.build.cache_clear()  # another process
+        cpu.build_partial.cache_clear()  # another process
     assert not [path for path in loaded if path.startswith("/proc/") or Path(path).exists()]
     assert len(loaded) == 2
     assert len(list((fresh / "kernels").iterdir())) == 1
@@ -112,7 +112,7 @@ def test_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors(2, 1100)
     assert cpu.compiled_partial_attention(query, key, value, scaling=SCALING) is not None
     assert len(list((fresh / "kernels").iterdir())) == 1
-    cpu.build.cache_clear()  # another process
+    cpu.build_partial.cache_clear()  # another process
 
     def refuse(command: list[str], **_: Any) -> Any:
         raise AssertionError(command)

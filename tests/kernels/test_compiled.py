@@ -93,8 +93,8 @@ def test_one_thread_does_little_work_alone(bits: int, monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("short")
 def test_numbers_of_queries_share_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build for each power of two serves calls of any number of queries."""
-    built, original = set(), cpu.build
-    monkeypatch.setattr(cpu, "build", lambda *sizes: built.add(sizes[3]) or original(*sizes))
+    built, original = set(), cpu.build_partial
+    monkeypatch.setattr(cpu, "build_partial", lambda *sizes: built.add(sizes[3]) or original(*sizes))
     for queries in (2, 3, 4, 5):
         query, key, value = tensors(16, 16, queries, 70, torch.float32)  # of which caches ask for most
         found = cpu.compiled_partial_attention(query, key, value, scaling=SCALING)

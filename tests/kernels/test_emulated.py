@@ -13,7 +13,7 @@ from qada_cache.kernels import cpu
 from qada_cache.kernels.cpu import building, compiled_decode, prompt, quantizing
 from qada_cache.sketch import Layout
 
-CACHES = cpu.build, prompt._build_once, quantizing.build_quantizer
+CACHES = cpu.build, cpu.build_partial, prompt._build_once, quantizing.build_quantizer
 
 
 def compute(scene: Scene) -> list[Tensor]:

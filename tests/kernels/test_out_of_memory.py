@@ -51,7 +51,8 @@ def fail_after(
 ) -> Callable[[ctypes.CDLL, int], None]:
     """Kernels are built with an allocator that fails after so many allocations."""
     monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-include", str(header), "-Wl,-Bsymbolic"))
-    monkeypatch.setattr(cpu, "build", functools.cache(cpu.build.__wrapped__))
+    for name in ("build", "build_partial"):
+        monkeypatch.setattr(cpu, name, functools.cache(getattr(cpu, name).__wrapped__))
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
     monkeypatch.setattr(compiled_decode, "ALONE", 0)
 
@@ -90,12 +91,12 @@ def test_a_decode_step(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
 
 
 def test_partial_attention(fail_after: Callable[[ctypes.CDLL, int], None]) -> None:
-    query, key, value = tensors(32, 32, 2, 1100, torch.float32)  # of the same build as a step's
-    kernels = cpu.build(torch.float32, 32, 32, 2)
-    assert kernels is not None
+    query, key, value = tensors(32, 32, 2, 1100, torch.float32)
+    kernel = cpu.build_partial(torch.float32, 32, 32, 2)
+    assert kernel is not None
 
     def attend(allocations: int) -> tuple[Tensor, Tensor] | None:
-        fail_after(kernels, allocations)
+        fail_after(kernel, allocations)
         return cpu.compiled_partial_attention(query, key, value, scaling=SCALING)
 
     for allocations in (0, 1):

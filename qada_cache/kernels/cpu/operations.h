@@ -15,7 +15,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <iterator>
 #include <limits>
 #include <type_traits>
 
@@ -144,7 +143,8 @@ INLINED Singles power_of_two(Singles x) {
     const Singles rest = fraction(x);
     const auto evaluate = [&](const auto& coefficients) {
         Singles sum = all(coefficients[0]);
-        for (size_t each = 1; each < std::size(coefficients); each++) sum = fused(sum, rest, all(coefficients[each]));
+        for (size_t each = 1; each < sizeof coefficients / sizeof *coefficients; each++)
+            sum = fused(sum, rest, all(coefficients[each]));
         return sum;
     };
     if constexpr (IN_WORD == 1) return scaled(evaluate(FINE), x);

@@ -9,15 +9,8 @@
 
 namespace {
 
-constexpr int SHARES = 4;  // parts of the work for each thread, as threads do not all start at once
 constexpr int64_t MOST_HEADS = 4;  // of a share: its scans keep estimates of all tokens of these heads in memory
 constexpr int64_t WEIGHED = 16;  // judging a token by its estimate takes as long as so many products
-
-// The number of parts to split each head's keys into, so that `threads` share the work of `heads` heads.
-int64_t count_splits(int64_t tokens, int64_t heads, int threads, int64_t split_tokens) {
-    int64_t wanted = threads == 1 ? 1 : (SHARES * threads + heads - 1) / heads;
-    return std::max<int64_t>(1, std::min(wanted, tokens / split_tokens));
-}
 
 // Tokens that one thread reads: a bulk's from `start` to `stop`, or with a `scan` those of its list. All of them lie in
 // records, or none. The partial attention goes to `part`.
@@ -33,7 +26,7 @@ struct Share {
     const int64_t first_head, head_count;  // this share's, among the KV heads of all rows
     const int threads;
     std::vector<Scan>& pool;  // kept from step to step, as new memory comes page by page, slower than it is used
-    Reading* const reading;   // if rows share a bulk, it counts what they read, instead of the byte counters here
+    Reading* const reading;  // if rows share a bulk, it counts what they read, instead of the byte counters here
     std::vector<float> local_out, local_lse, parts, part_lse;
     std::vector<int64_t> first_part, part_count;  // of each head: local attention, pending tokens, bulk; none if local
     std::vector<int64_t> first_scan;  // [head_count + 1]: index of each head's first scan in `pool`; then their number
