@@ -2,6 +2,7 @@
 // against. A file of its own, as it takes a third of the time that attention.cpp takes to build.
 
 #include "partial.h"
+#include "splits.h"
 
 // `query` [batch, heads, QUERIES, DIM] contiguous; `key` and `value` [batch, heads, tokens, *], whose rows of a head
 // are contiguous and whose batches and heads are so many elements apart; `out` [batch, heads, QUERIES, VALUE_DIM] and

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "recorded.h"
+#include "splits.h"
 
 namespace {
 
