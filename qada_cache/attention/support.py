@@ -80,7 +80,7 @@ def check_model(model: PreTrainedModel | None, config: PreTrainedConfig) -> None
     if config.model_type in OWN_CACHES:
         raise NotImplementedError(f"{config.model_type} takes no cache but its own: give it none")
     if config.model_type in LOOPED:
-        raise NotImplementedError(f"{config.model_type} adds layers to its cache, one for each further run: {way_out}")
+        raise NotImplementedError(f"{config.model_type} runs some layers several times: {way_out}")
     if model is None:
         return
     # The parts of a model, perhaps itself, that have its decoder's config; parts that read images have another.

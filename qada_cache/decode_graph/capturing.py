@@ -75,7 +75,7 @@ def _end_failed_capture(graph: Any, device: torch.device, pool: Any) -> None:
 def _gives_back(graph: Any) -> bool:
     """Whether a graph that could not be captured gives its pool back when it goes. A second time would end the
     process."""
-    if torch.__version__ >= "2.14":  # which are compared as versions
+    if torch.__version__ >= "2.14.dev0":  # compared as versions, those before a release too
         return True
     try:
         graph.pool()  # it was captured, and could not be instantiated

@@ -69,7 +69,13 @@ def test_a_capture_that_fails_at_its_end(calls: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("version", "captured", "releases"),
-    [("2.12.0", False, True), ("2.13.0+cpu", False, True), ("2.13.0", True, False), ("2.14.0", False, False)],
+    [
+        ("2.12.0", False, True),
+        ("2.13.0+cpu", False, True),
+        ("2.13.0", True, False),
+        ("2.14.0", False, False),
+        ("2.14.0a0+nv26.10", False, False),
+    ],
 )
 def test_a_torch_that_has_ended_it_itself(
     version: str, captured: bool, releases: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,9 @@ class Launches:
     def __init__(self, **constants: Any) -> None:
         self.constants = FUSING | constants
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # behind which constants in their order
+        # All of them, also where two threads compiled the same: Triton 3.9 unloads a kernel that nobody keeps, and a
+        # graph may launch it.
+        self._kept: list[Any] = []
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], variant: tuple[Any, ...], *args: Any) -> None:
         """Launch `kernel`. `variant` has all properties of `args` that may differ from step to step, and for which
@@ -48,10 +51,8 @@ class Launches:
             _dry_run.launches.append((self, kernel, grid, args))
         elif (found := self._compiled.get(variant)) is None:
             if (compiled := kernel[grid](*args, **self.constants)) is not None:  # the interpreter compiles nothing
-                # The first one stays, where two threads compile the same: a graph may launch it, and Triton 3.9 unloads
-                # kernels that nobody keeps.
-                constants = [self.constants[name] for name in kernel.arg_names[len(args) :]]
-                self._compiled.setdefault(variant, (compiled, constants))
+                self._kept.append(compiled)
+                self._compiled[variant] = compiled, [self.constants[name] for name in kernel.arg_names[len(args) :]]
         elif are_watched():
             found[0][grid](*args, *found[1])
         else:
