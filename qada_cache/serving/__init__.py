@@ -157,6 +157,7 @@ def generate(
         offloading=cache.options.offloading,
         device_budget=cache.options.device_budget,
         held=0 if prompt is None else len(prompt) - tokens,
+        rows=rows,
         snapshots=cache._shared.snapshots is not None,
     )
     try:

@@ -93,13 +93,14 @@ def estimate_bytes(
     offloading: bool = True,
     device_budget: int | float | str = 0,
     held: int = 0,
+    rows: int = 1,
     snapshots: bool = True,
 ) -> int:
-    """Bytes of host memory that `tokens` more tokens take at the peak, `at_once` of them in one pass, behind `held`
-    ones: an estimate on the high side. It counts each layer's keys and values, or records with the last tokens in full
-    precision, with sketch and room to grow, a row's linear states, `snapshots` of layers that are not ours, and one
-    layer's activations. If the model computes elsewhere, the host has snapshots, and with `offloading` our layers but
-    for those that a `device_budget` has room for."""
+    """Bytes of host memory that `tokens` more tokens of all `rows` take at the peak, `at_once` of them in one pass,
+    behind `held` ones: an estimate on the high side. It counts each layer's keys and values, or records with the last
+    tokens in full precision, with sketch and room to grow, linear states, `snapshots` of layers that are not ours, for
+    one row, and one layer's activations. If the model computes elsewhere, the host has snapshots, and with `offloading`
+    our layers but for those that a `device_budget` has room for."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:  # only linear layers, whose states do not grow
         return 0
@@ -126,7 +127,9 @@ def estimate_bytes(
     linear = sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others)
     most_heads = max(kv_heads, getattr(config, "num_key_value_heads", None) or heads)
     state_bytes = 4 * linear * count_state_elements(config) if linear else 0  # of a row, in float32
-    others_bytes = state_bytes + sum(min(tokens, window) for window in windows) * most_heads * whole_bytes
+    # A sliding layer keeps the memory of a whole pass until the next one.
+    others_tokens = sum(min(tokens, rows * window + at_once) for window in windows)
+    others_bytes = rows * state_bytes + others_tokens * most_heads * whole_bytes
     snapshot_bytes = 0.0
     if served and snapshots and not forgets_states(config):
         ends = len(Snapshots(EVERY).plan(tokens, least=1))  # where snapshots share no token if windows are short

@@ -19,6 +19,7 @@ from qada_cache import QAdACache
 from qada_cache.serving import conversations, counters, memory
 from qada_cache.serving.conversations import AllConversations, Conversations, find_conversations
 from qada_cache.stats import count_bytes
+from qada_cache.versions import pass_cache
 
 MIB = 2**20
 BURST = """
@@ -264,6 +265,31 @@ def test_a_sliding_layer_needs_its_window() -> None:
         assert more - few == token
     alone = tiny("mistral_sliding")  # whose cache keeps no snapshots
     assert memory.estimate_bytes(alone, 902, 0) == 2 * 12 * token
+
+
+_SLIDING = {
+    "sliding_window": 64,
+    "num_hidden_layers": 40,
+    "layer_types": ["sliding_attention"] * 39 + ["full_attention"],
+}
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("family", "sizes"), [("gemma3", _SLIDING), ("qwen3_next", _DELTA)], ids=("sliding", "delta"))
+def test_rows_need_states_and_passes_of_other_layers(family: str, sizes: dict, rows: int) -> None:
+    """A sliding layer's keys are views of a whole pass until the next one."""
+    model, (ids, mask) = tiny(family, **sizes), prompt(*[900] * rows)
+    cache = QAdACache(model, moments="current", bulk_bits=16)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, logits_to_keep=1, **pass_cache(cache))
+    sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+    hidden = sum(
+        each.untyped_storage().nbytes() - each.nbytes for layer in sliding for each in (layer.keys, layer.values)
+    )
+    assert bool(hidden) == (family == "gemma3")
+    at_once = 900 * rows if hidden else 0
+    needed = memory.estimate_bytes(model, 900 * rows, at_once, 16, rows=rows, snapshots=False)
+    assert needed >= sum(count_bytes(cache)) + hidden
 
 
 def test_layers_on_the_device_need_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
