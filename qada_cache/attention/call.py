@@ -211,7 +211,8 @@ def _find_reader(
         refuse_gradients(asked.states)
     asked.valid, asked.visible = call.valid, call.visible
     if not call.exact and not call.empty and call.valid is not None:
-        asked.valid = call.valid[:, -queries:]
+        # The last query of several answers also where it is padding; alone it would be a row that has ended.
+        asked.valid = None if queries == 1 < key.shape[2] else call.valid[:, -queries:]
     return reader
 
 

@@ -157,22 +157,23 @@ def attend_exactly(layer: Asker, store: TokenStore, query: Query, key: Tensor, v
         new_query, new_key, new_value = states[rows][:, :, shown], *(part[rows][:, :, real] for part in (key, value))
         kv_heads, tokens = new_key.shape[1], new_query.shape[2]
         # `generate` goes on from a row's last position, also if it is padding, which then sees all real tokens.
-        ends = valid is not None and visible is None and not valid[rows.start, -1]
+        ends = valid is not None and not valid[rows.start, -1]
         ends &= store.lengths[rows.start] + new_key.shape[2] > 0
         group = heads // kv_heads
         if not tokens + ends:  # this row is padding from end to end of the queries
             continue
         own = [part.repeat_interleave(group, dim=1) for part in (new_key, new_value)]
-        mask = None
+        mask = last_mask = None
         if visible is not None:
-            mask = visible.expand(batch, -1, -1)[rows, None, -queries:][:, :, shown][..., real]
+            shows = visible.expand(batch, -1, -1)[rows, None, -queries:][..., real]
+            mask, last_mask = shows[:, :, shown], shows[:, :, -1:]
         elif fewer:
             behind = new_key.shape[2] - tokens
             mask = states.new_ones(1, 1, tokens, new_key.shape[2], dtype=torch.bool).tril(behind)
         out, lse = partial_attention(new_query, *own, mask=mask, causal=mask is None, **kwargs)
         if ends:
             new_query = torch.cat([new_query, last := states[rows, :, -1:]], dim=2)
-            parts = zip((out, lse), partial_attention(last, *own, **kwargs), strict=True)
+            parts = zip((out, lse), partial_attention(last, *own, mask=last_mask, **kwargs), strict=True)
             out, lse = (torch.cat(pair, dim=2) for pair in parts)
         del own
         if sink_logits is not None:

@@ -55,7 +55,7 @@ def describe_rows(
     decided: list[list[bool]] = []
     real = [[True] * queries] * rows if valid is None else valid.tolist()
     for total, row_flushed, is_real in zip(lengths[:rows], flushed[:rows], real, strict=True):
-        # A padding query borrows the position of the real one before it: its output is finite and unused.
+        # A padding query borrows the position of the real one before it. Only the last one's output is used.
         new = sum(is_real)
         newer = [new - count for count in accumulate(is_real)]  # by query, the number of later tokens of the row
         columns = _mark_columns(total, row_flushed, newer, end=end, sinks=sinks, window=window)

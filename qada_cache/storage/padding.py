@@ -72,9 +72,9 @@ class Padding:
         agrees = visible[..., width:past].all(dim=-1) & (visible[..., :width] == known[:, None]).all(dim=-1)
         blind = differs = torch.zeros_like(biased)
         if past and mask.dim() == 4:  # else the model's attention follows it, or it is one row for all queries
-            # A padding query may see anything, as nobody reads its output. Only in a row without real queries its mask
-            # has to agree with the past, too; a query that sees nothing, or all (libraries let those that would see
-            # nothing see all), says nothing of the past.
+            # A padding query may see anything, as nobody reads its output; the last one is taken to see the row's real
+            # tokens. Only in a row without real queries its mask has to agree with the past, too; a query that sees
+            # nothing, or all (libraries let those that would see nothing see all), says nothing of the past.
             says_past = visible[:, -1].any(dim=-1) & ~visible[:, -1].all(dim=-1) & ~real.any(dim=-1)
             agrees = agrees | (~real & ~says_past[:, None])
             blind = (real & ~visible.any(dim=-1)).any()

@@ -203,7 +203,9 @@ def test_models_that_add_layers(name: str) -> None:
         pytest.skip("this transformers does not have it")
     config = CONFIG_MAPPING[name]()
     config._attn_implementation = "sdpa"
-    with pytest.raises(NotImplementedError, match=f"{name} runs some layers several times.*use transformers.DynamicCache"):
+    with pytest.raises(
+        NotImplementedError, match=f"{name} runs some layers several times.*use transformers.DynamicCache"
+    ):
         QAdACache(config=config)
 
 
