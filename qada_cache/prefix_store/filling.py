@@ -1,6 +1,5 @@
 """Copies tokens out of a QAdACache, and into an empty one, as if an exact call had read them there."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,9 +23,7 @@ from ..tuned_choice import LEFT_OPEN
 from . import coded, sketches
 from .folder import INDEXER, Folder, Layers, Listing
 from .keeping import store_row
-from .naming import EXACT, describe_reading
-
-logger = logging.getLogger(__name__)
+from .naming import EXACT, Name, describe_reading
 
 _PARTS = ("keys", "values")
 Pieces = Sequence[tuple[Layers, int]]  # one row's segments in order, each with the number of its first tokens taken
@@ -155,9 +152,9 @@ def fill(cache: QAdACache, rows: Sequence[Pieces], exact: Sequence[int], seen: i
 
 @torch.no_grad()
 @torch.inference_mode(False)  # as for `fill`
-def read_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
-    """The attributes of sliding and linear layers in a file, by the layer's index, for `restore_states`; a ValueError
-    if they are not those of this cache's layers, as of another version of transformers."""
+def read_states(cache: QAdACache, name: Name, states: Any, tensors: dict[str, Tensor]) -> dict[int, dict[str, Any]]:
+    """The attributes of sliding and linear layers in the file `name`, by the layer's index, for `restore_states`; a
+    ValueError if they are not those of this cache's layers, as of another version of transformers."""
     devices = list_layer_devices(cache._shared.model.get(), len(cache.layers))
     try:
         others = {str(index): layer for index, layer in enumerate(cache.layers) if not isinstance(layer, QAdALayer)}
@@ -167,7 +164,7 @@ def read_states(cache: QAdACache, states: Any, tensors: dict[str, Tensor]) -> di
         for index, layer in others.items():
             check_stock(layer, records[int(index)])
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"its states cannot be used: {error}") from error
+        raise ValueError(f"the states in {name} cannot be used: {error}") from error
     return records
 
 

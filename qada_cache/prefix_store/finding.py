@@ -60,7 +60,7 @@ class Finder:
         *,
         root: str,
         fits: Callable[[Layers], bool],
-        read_states: Callable[[Any, dict[str, Tensor]], dict[int, dict[str, Any]]],
+        read_states: Callable[[Name, Any, dict[str, Tensor]], dict[int, dict[str, Any]]],
         needs_states: bool,
         coded: bool,
     ) -> None:
@@ -85,7 +85,7 @@ class Finder:
             if states is not None:
                 try:
                     _, tensors, fields = self.folder.read_whole(states)
-                    beginning.states = self._read_states(fields.get("states"), tensors)
+                    beginning.states = self._read_states(states, fields.get("states"), tensors)
                     self.folder.touch(self.listing, [states])
                 except (OSError, ValueError) as error:
                     self._drop(states, error)

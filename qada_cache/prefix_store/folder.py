@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import files
@@ -165,6 +166,7 @@ class Folder:
                 continue
             yield name, header
 
+    @torch.inference_mode(False)  # later passes write to states in place
     def read_whole(self, name: Name) -> tuple[Header, dict[str, Tensor], dict[str, Any]]:
         """A file's header, its tensors, and all fields of its own header; a ValueError if it is truncated, altered or
         of another name."""

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval import families
 from qada_cache import PrefixStore, QAdACache
+from qada_cache.versions import pass_cache
 
 EXACT: dict[str, Any] = {"threshold": 1.0, "moments": "current", **SMALL}
 HYBRIDS = ("gemma3", "qwen3_next", "gpt_oss")
@@ -199,12 +200,16 @@ def test_states_of_other_layers_are_not_used(store: PrefixStore, caplog: pytest.
     text = generate(model, DOCUMENT, cache, tokens=2).sequences
     cache.layers[0].sliding_window += 1  # as no file of this model has it
     store.keep(cache, text)
-    damaged = another(store)
+    damaged, files = another(store), {*store.folder.iterdir()}
     assert damaged.cache(model, asked(text, 9, seed=2), **EXACT).get_seq_length() == 700
+    (name,) = (path.name for path in files - {*store.folder.iterdir()})
     cache.layers[0].sliding_window -= 1
     store.keep(cache, text)
     assert another(store).cache(model, asked(text, 9, seed=2), **EXACT).get_seq_length() == text.shape[1] - 1
-    assert "its states cannot be used: a DynamicSlidingWindowLayer cannot hold sliding_window of 13" in caplog.text
+    assert (
+        f"the states in {name} cannot be used: a DynamicSlidingWindowLayer cannot hold sliding_window of 13"
+        in caplog.text
+    )
 
 
 def test_no_room(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -285,3 +290,15 @@ def test_texts_of_models_that_read_images(store: PrefixStore, kind: str, marked:
         assert torch.equal(got.sequences, wanted.sequences)
         assert (logits_of(got) - logits_of(wanted)).abs().max() < 1e-3 * logits_of(wanted).abs().max()
         store.keep(cache, got.sequences)
+
+
+def test_states_read_in_inference_mode_can_be_gone_on_with(store: PrefixStore) -> None:
+    """Outside of it, where linear layers write to them in place."""
+    model = tiny("qwen3_next")
+    text, _ = answer(store, model, asked(DOCUMENT, 30, seed=7))
+    with torch.inference_mode():
+        cache = another(store).cache(model, text, **EXACT)
+    held = cache.get_seq_length()
+    assert held >= 700
+    with torch.no_grad():
+        model(text[:, held : held + 1], **pass_cache(cache))
