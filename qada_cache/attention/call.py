@@ -183,10 +183,13 @@ def _take_in(
         reading = generation.find_prompt() if may_be_chunk else generation.Prompt(False, 0)
         forward_pass.is_prefill_chunk = reading.in_chunks
         forward_pass.prompt_tokens = reading.tokens if reading.in_chunks else 0
+        # From a row's last position `generate` goes on, also if it is padding, for which no head decides.
+        ends_in_padding = asked.valid is not None and not asked.valid[:, -1].all()
+        forward_pass.goes_on_from_padding = ends_in_padding and reading.tokens > 0
     empty, long = layer.seen == queries, queries > layer.options.window or forward_pass.is_prefill_chunk
     if first and (empty or long):
         build_for_prompt(layer, asked, key, value, max(layer.seen, reading.tokens))
-    exact = long or asked.visible is not None or queries > layer.adaptive_tokens
+    exact = long or asked.visible is not None or queries > layer.adaptive_tokens or forward_pass.goes_on_from_padding
     if isinstance(layer, DifferentialLayer):
         value = new[1]
     return Call(key, value, new, mask, asked.valid, asked.visible, empty, empty or long, exact)
@@ -211,8 +214,7 @@ def _find_reader(
         refuse_gradients(asked.states)
     asked.valid, asked.visible = call.valid, call.visible
     if not call.exact and not call.empty and call.valid is not None:
-        # The last query of several answers also where it is padding; alone it would be a row that has ended.
-        asked.valid = None if queries == 1 < key.shape[2] else call.valid[:, -queries:]
+        asked.valid = call.valid[:, -queries:]
     return reader
 
 

@@ -22,8 +22,7 @@ def attend_adaptively(layer: Asker, store: TokenStore, query: Query) -> Tensor:
 
     The call's own tokens have been appended to `store` already, those of `query.unstored` without being written; every
     query has its own local set and is causal. There is at most a window of queries, and the result is `[batch, heads,
-    queries, value_dim]` in their dtype. Padding queries get
-    finite values, unused but for the last of several.
+    queries, value_dim]` in their dtype. Padding queries get finite, unused values.
     """
     states = query.states
     rows = layer.shared.forward_pass.find_rows(

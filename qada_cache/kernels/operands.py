@@ -55,8 +55,7 @@ class Rows:
     pending: Tensor  # bool `[rows, 1, queries, columns]`; no column is both local and pending
     bulk_tokens: Tensor  # int64 `[rows, 1, queries]`, the paper's `T_bulk` of each query
     bulk_lengths: Tensor  # int64 `[rows]`: bulk tokens in the bulk buffers, which are not pending
-    # Bool `[rows, 1, queries]`, False for a padding query but the last of several: its output is finite and unused.
-    decided: Tensor
+    decided: Tensor  # bool `[rows, 1, queries]`, False for a padding query, whose output is finite and unused
     decisions: int = 0  # number of (row, query) pairs of the whole batch that are `decided` and have a bulk
     dense_tokens: int = 0  # tokens in the stored bulks of rows with such a query, over the whole batch
     # Bulk tokens, rounded for another prompt's moments (`rotation.round_length`): of queries that are decided about,

@@ -55,7 +55,7 @@ def describe_rows(
     decided: list[list[bool]] = []
     real = [[True] * queries] * rows if valid is None else valid.tolist()
     for total, row_flushed, is_real in zip(lengths[:rows], flushed[:rows], real, strict=True):
-        # A padding query borrows the position of the real one before it. Only the last one's output is used.
+        # A padding query borrows the position of the real one before it: its output is finite and unused.
         new = sum(is_real)
         newer = [new - count for count in accumulate(is_real)]  # by query, the number of later tokens of the row
         columns = _mark_columns(total, row_flushed, newer, end=end, sinks=sinks, window=window)
@@ -63,9 +63,7 @@ def describe_rows(
         local += b"".join(columns[0])
         pending += b"".join(columns[1])
         bulk_tokens.append(tokens)
-        # `generate` goes on from the last position of a turn, also if it is padding; a row that has ended does not.
-        asks = [*is_real[:-1], is_real[-1] or queries > 1]
-        decided.append([bulk > 0 and query for bulk, query in zip(tokens, asks, strict=True)])
+        decided.append([bulk > 0 and query for bulk, query in zip(tokens, is_real, strict=True)])
     masks = [torch.frombuffer(mask, dtype=torch.bool).view(rows, 1, queries, -1) for mask in (local, pending)]
     counts, stored = (torch.tensor(part, dtype=torch.int64, device="cpu") for part in (bulk_tokens, bulk_lengths))
     decides = torch.tensor(decided, dtype=torch.bool, device="cpu")
@@ -114,6 +112,7 @@ class ForwardPass:
         self.sinks, self.window = sinks, window  # tokens
         self.is_prefill_chunk = False  # whether it reads a chunk of `generate`'s prompt: exact, whatever its length
         self.prompt_tokens = 0  # if so, tokens of that prompt and of the cache before it; else 0
+        self.goes_on_from_padding = False  # whether `generate` reads a turn whose rows end in padding: exact as well
         # The rows of a step under capture (`decode_graph/`), all of whose new tokens are real; replays write to them.
         self.given: Rows | None = None
         self.lead: Lead | None = None  # the first layer's state in this pass, for later layers

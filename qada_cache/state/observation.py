@@ -20,7 +20,7 @@ class Observation:
 
     layer: int  # its index in the cache
     query: Query
-    rows: Rows  # `decided` is False for padding queries but the last, `bulk_tokens` 0 for queries without a bulk
+    rows: Rows  # `decided` is False for padding queries, `bulk_tokens` 0 for queries without a bulk
     log_local: Tensor  # `log A_local`
     log_bulk: Tensor  # the `log A_bulk` that heads decided by, `[batch or 1, kv_heads, group, queries or 1]`
     flags: Tensor  # bool, True for long-context

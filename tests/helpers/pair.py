@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from harness import Driver, FakeAttention, make_shared, transformers_mask
 from reference import Moments, averaged_moments, log_local_fraction, log_masses, rotary_matrix
-from reference_layer import ReferenceLayer, asked_queries
+from reference_layer import ReferenceLayer
 from rounding import error_budget
 from sketch_reference import is_same_but_for_ties, slopes_of
 from torch import Tensor
@@ -87,8 +87,7 @@ class Pair:
 
         assert outputs.dtype == queries.dtype
         assert outputs.shape == (*queries.shape[:3], values.shape[-1])
-        real = torch.ones(keys.shape[0], count, dtype=torch.bool) if valid is None else asked_queries(valid)
-        real &= torch.tensor(reference.lengths)[:, None] > 0
+        real = torch.ones(keys.shape[0], count, dtype=torch.bool) if valid is None else valid
         wrong = torch.zeros_like(local)
         if flags is None:
             assert not local.any(), "the layer was exact where the reference was not"

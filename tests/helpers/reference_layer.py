@@ -21,14 +21,6 @@ from rounding import deviation, naive_attention
 from torch import Tensor
 
 
-def asked_queries(valid: Tensor) -> Tensor:
-    """Bool `[B, N]` of queries whose outputs are used: those of real tokens `valid` `[B, N]`, and the last of several,
-    from which `generate` goes on."""
-    asked = valid.cpu().bool().clone()
-    asked[:, -1] |= valid.shape[1] > 1
-    return asked
-
-
 class ReferenceLayer:
     """One layer's cache and attention: the real keys and values of each row in float64, nothing clever.
 
@@ -96,7 +88,7 @@ class ReferenceLayer:
             self.keys, self.values = [key[:, :0] for key in new_keys], [value[:, :0] for value in new_values]
             self.history, self.frozen_counts = [[] for _ in range(batch)], [0] * batch
         before = torch.tensor(self.lengths)[:, None]
-        positions = torch.where(asked_queries(valid), before + valid.cumsum(dim=1) - 1, -1)
+        positions = torch.where(valid, before + valid.cumsum(dim=1) - 1, -1)
         self.keys = [torch.cat(pair, dim=1) for pair in zip(self.keys, new_keys, strict=True)]
         self.values = [torch.cat(pair, dim=1) for pair in zip(self.values, new_values, strict=True)]
         self.history = [old + new for old, new in zip(self.history, valid.tolist(), strict=True)]
@@ -127,15 +119,12 @@ class ReferenceLayer:
     ) -> Tensor:
         batch, heads, count, _ = queries.shape
         outputs = torch.zeros(batch, heads, count, self.values[0].shape[-1], dtype=dtype)
-        valid = torch.ones(batch, count, dtype=torch.bool) if valid is None else valid.cpu().bool()
         for row in range(batch):
-            kept, length = asked_queries(valid)[row].nonzero()[:, 0], self.lengths[row]
-            if not length:
-                continue
-            positions = valid[row].cumsum(dim=0) - 1 + length - int(valid[row].sum())
+            kept = torch.arange(count) if valid is None else valid[row].cpu().nonzero()[:, 0]
+            length = self.lengths[row]
             masks = [
                 visible_tokens(local=local[row, :, index], position=position, tokens=length, **self.sizes)
-                for position, index in zip(positions[kept].tolist(), kept.tolist(), strict=True)
+                for position, index in enumerate(kept.tolist(), start=length - len(kept))
             ]
             if masks:
                 outputs[row, :, kept] = attention(

@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 from harness import LOCAL, SINKS, WINDOW, Inputs
 from pair import Pair
-from reference_layer import asked_queries
 from torch import Tensor
 
 from qada_cache import storage
@@ -38,13 +37,9 @@ def left_padded(lengths: list[int], tokens: int) -> Tensor:
 
 
 def poisoned_padding(tensors: tuple[Tensor, ...], valid: Tensor, fill: float = torch.nan) -> tuple[Tensor, ...]:
-    """Keys, values and queries `[batch, heads, tokens, dim]` with `fill` where bool `valid [batch, tokens]` is False,
-    but for queries whose outputs are used, so that padding which enters a result shows."""
-    kept = valid, valid, asked_queries(valid)
-    return tuple(
-        tensor.masked_fill(~real[:, None, :, None].to(tensor.device), fill)
-        for tensor, real in zip(tensors, kept, strict=True)
-    )
+    """The tensors `[batch, heads, tokens, dim]` with `fill` where bool `valid [batch, tokens]` is False, so that
+    padding which enters a result shows."""
+    return tuple(tensor.masked_fill(~valid[:, None, :, None].to(tensor.device), fill) for tensor in tensors)
 
 
 def prefill_and_decode(pair: Pair, inputs: Inputs) -> None:

@@ -19,7 +19,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 25)), min_size=1, m
 @given(ROWS, st.integers(0, 3), st.integers(1, WINDOW), st.data())
 def test_masks_are_as_defined(rows: list[tuple[int, int]], spare: int, queries: int, data: st.DataObject) -> None:
     """Masks are as defined for rows that have flushed tokens, hold some, and get more, in columns with room; some of
-    the new tokens are padding, whose queries are decided about at the end of several."""
+    the new tokens are padding."""
     shown = [data.draw(st.lists(st.booleans(), min_size=queries, max_size=queries)) for _ in rows]
     flushed = [gone if held >= WINDOW else 0 for gone, held in rows]
     new = [held + sum(real) for (_, held), real in zip(rows, shown, strict=True)]
@@ -42,7 +42,7 @@ def test_masks_are_as_defined(rows: list[tuple[int, int]], spare: int, queries: 
             local = [token is not None and (token < SINKS or token > position - WINDOW) for token in seen]
             pending = [token is not None and not near for token, near in zip(seen, local, strict=True)]
             bulk = max(0, position + 1 - SINKS - WINDOW)
-            wanted = local, pending, bulk, (real[query] or 0 < query == queries - 1) and bulk > 0
+            wanted = local, pending, bulk, real[query] and bulk > 0
             assert made.bulk_lengths[row] == bulk - sum(pending)
             assert tuple(tensor[row, 0, query].tolist() for tensor in tensors) == wanted
     assert made.decisions == made.decided.sum()
