@@ -213,11 +213,7 @@ class KeyMoments:
     ) -> "KeyMoments":
         """The inverse of `to_tensors` and `to_header`; a ValueError, which names the file's `path`, if they do not fit
         each other or are no moments."""
-        if path is not None:
-            try:
-                return cls.from_file(tensors, header)
-            except ValueError as error:
-                raise ValueError(f"{path} cannot be loaded: {error}") from error
+        named = "" if path is None else f"{path} cannot be loaded: "
         try:
             _check_header(header)
             mean, covariance = tensors["moments.mean"], tensors["moments.covariance"]
@@ -230,8 +226,10 @@ class KeyMoments:
             for layer, rotation in enumerate(found.rotations):  # errors of its rotary settings come now, or never
                 find_rotation_at(rotation, found.rope, layer, 1)
             return found
+        except ValueError as error:
+            raise ValueError(f"{named}{error}") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"KeyMoments: a file of them does not hold this ({error!r})") from error
+            raise ValueError(f"{named}KeyMoments: a file of them does not hold this ({error!r})") from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Write to one safetensors file, whole or not at all."""
