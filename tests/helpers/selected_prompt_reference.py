@@ -8,6 +8,9 @@ from torch import Tensor
 SEGMENT = 64  # keys that are coded together
 BLOCK = 66  # queries that read together
 TILE = 256  # keys after which the mass that a key is compared with is updated
+STRIP = 6  # queries that estimate the same keys
+SAMPLED = 16  # keys of a segment that are estimated in any case
+REACH = 3.5  # standard deviations
 
 
 def hadamard(size: int) -> Tensor:
@@ -47,26 +50,34 @@ def selected_prompt(
     levels: int,
     words: int,
     energies: Tensor | None = None,
-) -> tuple[Tensor, list[float]]:
-    """Outputs `[tokens, value_dim]` of one query head `[tokens, dim]` over its keys and values, and the share of far
-    keys that each block reads.
+) -> tuple[Tensor, list[float], list[float]]:
+    """Outputs `[tokens, value_dim]` of one query head `[tokens, dim]` over its keys and values, the share of far keys
+    that each block reads, and the share of pairs of a strip and a segment that each block samples.
 
     Queries of a block read sinks and windows exactly, both rounded up to whole segments. The other keys are far, and
     visited from the newest on. A far key is read if any query gives it `theta` times an even share of the mass that the
     query has met: of sinks, window, and whole tiles of 256 keys visited before the key's own. Queries with fewer than
     `least` far keys, and the last `window` queries, read all keys.
 
+    A strip of queries estimates a sample of a segment's keys, for all of them, unless one of its queries may find a key
+    to read: one in the sample, or by the mean of its scores plus `REACH` standard deviations. These are of scores with
+    the first `least` far keys within segments, times the root mean square length of the segment's coded keys over that
+    of the former.
+
     Keys are coded times `(energies / v) ** 0.25`, queries over it: `v` is the variance of each channel within segments,
     of the first `least` far keys. Both are at least a share of their means, 1e-4 and 1e-8.
     """
     tokens, turn = len(query), hadamard(query.shape[1])
     dtype, (query, key, value) = key.dtype, (each.double() for each in (query, key, value))
+    sampled: list[float] = []
     first, back = -(-sinks // SEGMENT) * SEGMENT, window - 1
     begin = first + least + back
     scores = (scaling * query @ key.T).masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), -math.inf)
     out, shares, weights = scores.softmax(-1) @ value, [], torch.ones(query.shape[1], dtype=torch.float64)
+    former = key[first : first + least].unflatten(0, (-1, SEGMENT))
+    former = (former - former.mean(1, keepdim=True)).flatten(0, 1)
     if energies is not None:
-        variances = key[first : first + least].unflatten(0, (-1, SEGMENT)).var(1, correction=0).mean(0)
+        variances = former.square().mean(0)
         energies = energies.double().clamp_min(1e-4 * energies.double().mean())
         weights = (energies / variances.clamp_min(1e-8 * variances.mean())) ** 0.25
     for start in range(begin, tokens - window, BLOCK):
@@ -76,20 +87,34 @@ def selected_prompt(
         keys, values = key[far.start : far.stop], value[far.start : far.stop]
         segments = keys.unflatten(0, (-1, SEGMENT))
         centres = segments.mean(1).to(dtype).double()
-        coded = rounded((segments - centres[:, None]) * weights @ turn, levels, words).flatten(0, 1)
+        residuals = (segments - centres[:, None]) * weights
+        coded = rounded(residuals @ turn, levels, words).flatten(0, 1)
         turned = rounded(q / weights @ turn, levels)
         estimates = scaling * (turned @ coded.T + (q @ centres.T).repeat_interleave(SEGMENT, 1))
         near = scores[start:stop].clone()
         near[:, far.start : far.stop] = -math.inf
         met, read = near.logsumexp(-1), torch.zeros(len(far), dtype=torch.bool)
+        sizes = residuals.square().sum(-1).mean(-1).sqrt() / (former * weights).square().sum(-1).mean().sqrt()
+        spread = scaling * (q @ former.T).square().mean(-1).sqrt()[:, None] * sizes
+        reach = scaling * q @ centres.T + REACH * spread
+        strips = torch.arange(len(q)) // STRIP
+        times = torch.ones_like(estimates)  # that a key counts for a query
         for end in range(len(far), 0, -TILE):
-            part = slice(max(0, end - TILE), end)
             cut = met + math.log(theta / len(far))
-            read[part] = (estimates[:, part] >= cut[:, None]).any(0)
-            met = torch.logaddexp(met, estimates[:, part].logsumexp(-1))
+            for segment in range(max(0, end - TILE) // SEGMENT, end // SEGMENT):
+                part = torch.arange(segment * SEGMENT, (segment + 1) * SEGMENT)
+                sample = part[segment % (SEGMENT // SAMPLED) * SAMPLED :][:SAMPLED]
+                may = (reach[:, segment] >= cut) | (estimates[:, sample] >= cut[:, None]).any(-1)
+                whole = torch.stack([may[strips == strip].any() for strip in strips])
+                read[part] = (estimates[:, part] >= cut[:, None])[whole].any(0)
+                times[:, part] *= whole[:, None]
+                times[:, sample] = torch.where(whole, 1.0, SEGMENT / SAMPLED)[:, None].double()
+            part = slice(max(0, end - TILE), end)
+            met = torch.logaddexp(met, (estimates + times.log())[:, part].logsumexp(-1))
         shares.append(float(read.double().mean()))
+        sampled.append(float((times.unflatten(-1, (-1, SEGMENT)) == 0).any(-1).double().mean()))
         near[:, far.start : far.stop] = scores[start:stop, far.start : far.stop].masked_fill(~read, -math.inf)
-        unread = estimates.masked_fill(read, -math.inf)
+        unread = (estimates + times.log()).masked_fill(read, -math.inf)
         centred_keys, mean_value = keys - keys.mean(0), values.mean(0)
         line = scaling * q @ (centred_keys.T @ (values - mean_value)) / len(far)  # Cov(v, s) of each query
         variance = (scaling * q @ centred_keys.T).square().mean(-1)
@@ -99,4 +124,4 @@ def selected_prompt(
         lse, rest_lse = near.logsumexp(-1), unread.logsumexp(-1)
         share = (rest_lse - torch.logaddexp(lse, rest_lse)).exp()[:, None]
         out[start:stop] = (1 - share) * (near.softmax(-1) @ value) + share.nan_to_num() * rest
-    return out, shares
+    return out, shares, sampled

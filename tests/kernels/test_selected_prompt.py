@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import selected_prompt_reference
 import torch
 from compilers import SETS, instructions, needs_compiler, needs_vectors  # noqa: F401 - a fixture
 from harness import Inputs, new_layer
-from selected_prompt_reference import selected_prompt as reference
 from torch import Tensor
 
 from qada_cache.attention.exact import attend_to_prompt
@@ -51,21 +51,25 @@ def attend(call: list[Tensor], **options: Any) -> tuple[Tensor, int]:
     return out, selected_prompt.selected_attention(*call, out=out, **told)
 
 
-def by_reference(call: list[Tensor], energies: Tensor | None = None, **options: Any) -> tuple[Tensor, list[float]]:
-    """All heads, and the share of far keys that each block and head reads."""
+def by_reference(
+    call: list[Tensor], energies: Tensor | None = None, **options: Any
+) -> tuple[Tensor, list[float], list[float]]:
+    """All heads, and the shares of what each block and head reads and samples."""
     told = {"scaling": 0.2, "theta": THETA, "sinks": 16, "window": 112, "least": LEAST} | options
     query, key, value = (each[0] for each in call)
     kernel = selected_prompt.build_selecting(key.shape[2], value.shape[2], key.dtype)
     assert kernel is not None
     told |= {"levels": kernel.code_levels(), "words": kernel.code_words()}
     found = [
-        reference(
+        selected_prompt_reference.selected_prompt(
             query=query[head], key=key[head // 2], value=value[head // 2],
             energies=None if energies is None else energies[head // 2], **told,
         )
         for head in range(4)
     ]  # fmt: skip
-    return torch.stack([out for out, _ in found])[None], [share for _, shares in found for share in shares]
+    outs, *shares = zip(*found, strict=True)
+    read, sampled = ([share for each in of_heads for share in each] for of_heads in shares)
+    return torch.stack(outs)[None], read, sampled
 
 
 def count_pairs(tokens: int, shares: list[float], *, sinks: int = 16, window: int = 112) -> float:
@@ -95,13 +99,31 @@ def test_as_float64_computes_it(tokens: int, dim: int, value_dim: int, sizes: di
     if tokens == 4700 and sizes:
         pytest.skip("once is enough: more than 64 segments, of which centres are scored at once")
     call = tensors(tokens, dim, value_dim)
-    wanted, shares = by_reference(call, **sizes)
+    wanted, shares, _ = by_reference(call, **sizes)
     assert 0.01 < sum(shares) / len(shares) < 0.8
     out, pairs = attend(call, **sizes)
     off = (out - wanted).abs().amax(dim=-1)
     assert off.quantile(0.97) < 2e-3 * float(wanted.std())
     assert off.max() < 0.3 * float(wanted.std())
     assert pairs == pytest.approx(count_pairs(tokens, shares, **sizes), rel=1e-3)
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("instructions", ["newest", "middle", "least"], indirect=True)
+def test_segments_that_no_query_may_select_from_are_sampled(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are float64's of the same samples, and not those of estimates for all keys."""
+    query, key, value = tensors(1500, dim, 64)
+    call, energies = [0.3 * query, key, value], query[0].square().mean(1).unflatten(0, (2, 2)).mean(1)
+    out, _ = attend(call, energies=energies)
+    wanted, shares, sampled = by_reference(call, energies)
+    assert 0.01 < sum(shares) / len(shares) < 0.2
+    assert 0.2 < sum(sampled) / len(sampled) < 0.8
+    assert (out - wanted).abs().amax(dim=-1).quantile(0.97) < 2e-3 * float(wanted.std())
+    monkeypatch.setattr(selected_prompt_reference, "REACH", torch.inf)
+    estimated, _, unsampled = by_reference(call, energies)
+    assert not sum(unsampled)
+    assert (out - estimated).abs().mean() > 10 * (out - wanted).abs().mean()
 
 
 @pytest.mark.usefixtures("instructions")
@@ -130,7 +152,7 @@ def test_sums_of_large_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors(900, 64, 64)
     query[..., 0] *= 3
     query[..., 1:], key[..., 1:] = 0.01 * query[..., 1:], key[..., :1, 1:]
-    wanted, _ = by_reference([query, key, value])
+    wanted, *_ = by_reference([query, key, value])
 
     def find_error() -> float:
         return float((attend([query, key, value])[0] - wanted).abs().amax(dim=-1).quantile(0.97) / wanted.std())
@@ -173,7 +195,7 @@ def test_a_low_threshold_reads_everything(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (128, 128), (80, 48)])
 def test_bfloat16_is_as_near_as_its_rounding(dim: int, value_dim: int) -> None:
     call = tensors(1001, dim, value_dim, torch.bfloat16)
-    wanted, _ = by_reference(call)
+    wanted, *_ = by_reference(call)
     off = (attend(call)[0] - wanted).abs()
     full = torch.empty_like(wanted, dtype=torch.bfloat16)
     prompt.prompt_attention(*call, scaling=0.2, causal=True, out=full)
@@ -233,7 +255,7 @@ def test_scores_far_apart_and_alike() -> None:
     key[:, :, 100] += 40 * query[:, ::2, 700] / query[:, ::2, 700].norm(dim=-1, keepdim=True)
     for changed in (key, torch.zeros_like(key), key[:, :, :1].expand_as(key).contiguous()):
         call = [query, changed, value]
-        wanted, _ = by_reference(call)
+        wanted, *_ = by_reference(call)
         out, _ = attend(call)
         assert out.isfinite().all()
         assert (out - wanted).abs().mean() < 1e-3

@@ -12,15 +12,16 @@ constexpr int MOMENTS = DIM + 1;  // rows of moments: one for each channel of ke
 
 struct FarKeys {
     explicit FarKeys(int64_t count)
-        : centres(new Number[count * DIM]), codes(new uint32_t[count * CODE_WORDS * SEGMENT]),
-          corrections(new int32_t[count * SEGMENT]), steps(new float[count * SEGMENT]),
+        : centres(new Number[count * DIM]), codes(count * CODE_WORDS * SEGMENT),
+          corrections(new int32_t[count * SEGMENT]), steps(new float[count * SEGMENT]), sizes(new float[count]),
           moments(new float[count * MOMENTS * WIDTH]) {}
 
     std::unique_ptr<Number[]> centres;  // [segments, DIM]: means of a segment's keys
     // [segments, CODE_WORDS, SEGMENT]: of keys less their centre, weighed and rotated; signed.
-    std::unique_ptr<uint32_t[]> codes;
+    Aligned codes;
     std::unique_ptr<int32_t[]> corrections;  // [segments, SEGMENT]: -ZERO times a code's sum
     std::unique_ptr<float[]> steps;  // [segments, SEGMENT]: of codes
+    std::unique_ptr<float[]> sizes;  // [segments]: root mean squares of lengths of coded keys
     // [segments, MOMENTS, WIDTH]: sums over a segment and all before it. Rows 0 to DIM - 1 are of keys' channels times
     // keys and values, the last row of keys and values themselves. The first centre is subtracted from keys: products
     // of large means would lose precision.
@@ -54,7 +55,7 @@ void encode_keys(FarKeys& far, int64_t segment, const float (*states)[SEGMENT]) 
                 const int code = (int)std::nearbyint(states[4 * word + each][t] / steps[t]);
                 sums[t] += code, packed |= uint32_t(uint8_t(code)) << 8 * each;
             }
-            far.codes[(segment * CODE_WORDS + word) * SEGMENT + t] = packed;
+            far.codes.get()[(segment * CODE_WORDS + word) * SEGMENT + t] = packed;
         }
     for (int t = 0; t < SEGMENT; t++) far.corrections[segment * SEGMENT + t] = uint32_t(-ZERO) * sums[t];
     std::copy_n(steps, SEGMENT, far.steps.get() + segment * SEGMENT);
@@ -62,7 +63,6 @@ void encode_keys(FarKeys& far, int64_t segment, const float (*states)[SEGMENT]) 
 
 // Sets a segment's centre and codes.
 void encode_segment(FarKeys& far, const Call& call, int64_t segment) {
-    constexpr int PADDED = (DIM + LANES - 1) / LANES * LANES;
     const Number* key = call.key + (call.first + segment * SEGMENT) * call.key_token;
     alignas(64) float states[DIM][SEGMENT], means[PADDED] = {};
     alignas(64) Number centre[PADDED];
@@ -81,6 +81,10 @@ void encode_segment(FarKeys& far, const Call& call, int64_t segment) {
         for (int t = 0; t < SEGMENT; t++) states[d][t] = (states[d][t] - widen(centre[d])) * call.weights[d];
     rotate(states);
     encode_keys(far, segment, states);
+    float squares = 0;
+    for (int d = 0; d < DIM; d++)
+        for (int t = 0; t < SEGMENT; t++) squares += states[d][t] * states[d][t];
+    far.sizes[segment] = std::sqrt(squares / SEGMENT);
 }
 
 // Sets the moments of a segment alone.
@@ -129,15 +133,9 @@ inline void average(const FarKeys& far, int64_t segments, float* means) {
 // Sets slopes and mean scores of a strip's queries `states`, over the first `segments`, whose means are
 // `block.means`. A slope is the covariance of values with scores over the variance of scores.
 void regress(Block& block, int strip, const float (*states)[DIM], const FarKeys& far, int64_t segments, float scaling) {
-    constexpr int SLAB = find_slab(WIDTH / LANES);
-    const float *moments = far.moments.get() + (segments - 1) * MOMENTS * WIDTH, *means = block.means;
+    const float* means = block.means;
     alignas(64) float along[STRIP][WIDTH];
-    for (int first = 0; first < WIDTH; first += SLAB * LANES) {
-        Singles sums[STRIP][SLAB];
-        multiply<SLAB, false>(states[0], DIM, moments + first, WIDTH, DIM, sums);
-        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++)
-            store(along[q] + first + c * LANES, sums[q][c]);
-    }
+    project(states, far.moments.get() + (segments - 1) * MOMENTS * WIDTH, along);
     for (int q = 0; q < STRIP; q++) {
         float centre = 0, score = 0, variance = 0;
         for (int d = 0; d < DIM; d++) centre += widen(far.centres[d]) * states[q][d], score += means[d] * states[q][d];

@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #define INLINED inline __attribute__((always_inline))
+#define APART __attribute__((noinline))  // with registers of its own
 #define UNROLLED _Pragma("GCC unroll 8")
 
 namespace {

@@ -49,7 +49,7 @@ int64_t find_block(int64_t queries, int64_t threads) {
 // Attention of the queries from `start` to `stop`, of all heads that share the packed `keys` and `values`. All heads
 // attend to a tile before the next one.
 void attend(const Call& call, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, const uint32_t* keys,
-            const uint32_t* values, Strip* strips) {
+            const uint32_t* values, int64_t apart, Strip* strips) {
     const int64_t group = call.heads / call.kv_heads;
     const int64_t ahead = call.causal ? call.tokens - call.queries : call.tokens;  // seen by query 0, less itself
     const auto seen = [&](int64_t query) { return std::min(ahead + query + 1, call.tokens); };
@@ -68,7 +68,7 @@ void attend(const Call& call, int64_t batch, int64_t kv_head, int64_t start, int
                                std::min(first + q, last) * call.query_strides.token,
                            query[q]);
             const auto visible = [&](int q) { return seen(std::min(first + q, last)) - tile; };
-            meet(strips[each], query, keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM, columns, visible,
+            meet(strips[each], query, keys + tile * WORDS, values + tile / IN_WORD * CHANNELS, apart, columns, visible,
                  scaling);
         }
     for (int64_t each = 0; each < group * count; each++)
@@ -80,8 +80,7 @@ void attend(const Call& call) {
     const int64_t chunks = (call.tokens + TILE - 1) / TILE * (TILE / CHUNK), group = call.heads / call.kv_heads;
     const int64_t size = find_block(call.queries, call.threads), blocks = (call.queries + size - 1) / size;
     const int64_t strips = group * (size / STRIP);
-    std::unique_ptr<uint32_t[]> keys(new uint32_t[chunks * CHUNK * WORDS]);
-    std::unique_ptr<uint32_t[]> values(new uint32_t[chunks * CHUNK / IN_WORD * VALUE_DIM]);
+    const Aligned keys(chunks * CHUNK * WORDS), values(chunks * CHUNK / IN_WORD * VALUE_DIM);
     std::unique_ptr<Strip[]> room(new Strip[call.threads * strips]);
     for (int64_t each = 0; each < call.batch * call.kv_heads; each++) {
         const int64_t batch = each / call.kv_heads, head = each % call.kv_heads;
@@ -96,7 +95,7 @@ void attend(const Call& call) {
 #pragma omp for schedule(dynamic)
             for (int64_t block = blocks - 1; block >= 0; block--)
                 attend(call, batch, head, block * size, std::min((block + 1) * size, call.queries), keys.get(),
-                       values.get(), &room[omp_get_thread_num() * strips]);
+                       values.get(), chunks * CHUNK / IN_WORD * CHANNELS, &room[omp_get_thread_num() * strips]);
         }
     }
 }

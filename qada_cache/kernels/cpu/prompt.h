@@ -5,8 +5,8 @@
 // registers, or in the processor's own tiles (tiles.h). Keys and values are packed first, once for a head, so that one
 // load has the operand of a vector of sums:
 //
-//   keys     [chunk][WORDS][CHUNK]                 neighbouring dimensions, of CHUNK keys
-//   values   [chunk][CHUNK / IN_WORD][VALUE_DIM]   neighbouring tokens
+//   keys     [chunk][WORDS][CHUNK]                                neighbouring dimensions, of CHUNK keys
+//   values   [VALUE_DIM / CHANNELS][tokens / IN_WORD][CHANNELS]   neighbouring tokens
 //
 // words of 32 bits, each a float or a pair of bfloat16.
 
@@ -27,15 +27,33 @@ constexpr int CHUNK = VECTORS * LANES;  // keys whose scores a strip sums at onc
 constexpr int TILE = 256;  // keys: after each tile a strip's sums of values are scaled and added to
 constexpr int round_to_tiles(int words) { return TILED ? (words + SIDE - 1) / SIDE * SIDE : words; }
 constexpr int WORDS = round_to_tiles(DIM / IN_WORD);  // of a query or a key, zeros behind
+// Channels of values that are summed at once, in registers or by tiles. They lie together for all tokens: pieces of
+// rows of all channels would share few sets of the first cache.
+constexpr int CHANNELS = TILED ? VALUE_DIM : find_slab(VALUE_DIM / LANES) * LANES;
 static_assert(DIM % IN_WORD == 0 && VALUE_DIM % LANES == 0 && TILE % CHUNK == 0);
 constexpr int SUMMED = 64;  // words of a partial sum of scores: long sums round more
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 constexpr float FAR = 1 << 24;  // from this peak on, scores are scaled and rounded before the peak is subtracted
 
+// Room for so many words, from the start of a cache line on: no vector of them lies in two.
+class Aligned {
+    struct alignas(64) Line {
+        uint32_t words[16];
+    };
+    std::unique_ptr<Line[]> lines;
+
+public:
+    explicit Aligned(int64_t words) : lines(new Line[(words + 15) / 16]) {}
+    uint32_t* get() const { return (uint32_t*)lines.get(); }
+};
+
 // Packs a query's DIM channels into words.
 INLINED void pack_query(const Number* query, uint32_t* words) {
-    if constexpr (IN_WORD * sizeof(Number) == 4) std::memcpy(words, query, DIM * sizeof(Number));
-    else
+    if constexpr (IN_WORD * sizeof(Number) == 4) {
+        constexpr int PACKED = DIM / IN_WORD, WHOLE = PACKED / LANES * LANES;
+        for (int word = 0; word < WHOLE; word += LANES) store(words + word, loaded<Words>(query + word * IN_WORD));
+        std::memcpy(words + WHOLE, query + WHOLE * IN_WORD, (PACKED - WHOLE) * sizeof(uint32_t));
+    } else
         for (int d = 0; d < DIM; d++) {
             const float wide = widen(query[d]);
             std::memcpy(words + d, &wide, sizeof wide);
@@ -56,22 +74,25 @@ INLINED void pack_keys(const Number* key, int64_t stride, int64_t count, Token t
     }
 }
 
-// Packs values, as `pack_keys` packs keys.
+// Packs values, as `pack_keys` packs keys. A token's groups of CHANNELS lie `apart` words apart.
 template <typename Token>
-INLINED void pack_values(const Number* value, int64_t stride, int64_t count, Token token, uint32_t* values) {
+INLINED void pack_values(const Number* value, int64_t stride, int64_t count, Token token, uint32_t* values,
+                         int64_t apart) {
     static const Number zeros[VALUE_DIM] = {};
-    for (int64_t each = 0; each < CHUNK; each += IN_WORD, values += VALUE_DIM) {
+    for (int64_t each = 0; each < CHUNK; each += IN_WORD, values += CHANNELS) {
         const Number* rows[IN_WORD];
         for (int64_t next = 0; next < IN_WORD; next++)
             rows[next] = each + next < count ? value + token(each + next) * stride : zeros;
-        for (int d = 0; d < VALUE_DIM; d++) {
-            if constexpr (IN_WORD == 2)
-                values[d] = loaded<uint16_t>(rows[0] + d) | (uint32_t)loaded<uint16_t>(rows[IN_WORD - 1] + d) << 16;
-            else {
-                const float wide = widen(rows[0][d]);
-                std::memcpy(values + d, &wide, sizeof wide);
+        for (int first = 0; first < VALUE_DIM; first += CHANNELS)
+            for (int d = first; d < first + CHANNELS; d++) {
+                uint32_t* to = values + first / CHANNELS * apart + d - first;
+                if constexpr (IN_WORD == 2)
+                    *to = loaded<uint16_t>(rows[0] + d) | (uint32_t)loaded<uint16_t>(rows[IN_WORD - 1] + d) << 16;
+                else {
+                    const float wide = widen(rows[0][d]);
+                    std::memcpy(to, &wide, sizeof wide);
+                }
             }
-        }
     }
 }
 
@@ -82,7 +103,8 @@ inline void pack(const Number* key, int64_t key_stride, const Number* value, int
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         const auto token = [&](int64_t each) { return chunk * CHUNK + each; };
         pack_keys(key, key_stride, tokens - chunk * CHUNK, token, keys + chunk * CHUNK * WORDS);
-        pack_values(value, value_stride, tokens - chunk * CHUNK, token, values + chunk * CHUNK / IN_WORD * VALUE_DIM);
+        pack_values(value, value_stride, tokens - chunk * CHUNK, token, values + chunk * CHUNK / IN_WORD * CHANNELS,
+                    chunks * CHUNK / IN_WORD * CHANNELS);
     }
 }
 
@@ -130,15 +152,16 @@ INLINED float weigh(Strip& strip, int q, float* scores, int columns, int64_t vis
         if constexpr (IN_WORD == 1) store(weights + column, weight);
         else store_bfloat16(weights + column, weight);
     }
-    const float kept = std::exp2(strip.peak[q] - peak);
+    const float kept = peak == strip.peak[q] ? 1 : std::exp2(strip.peak[q] - peak);
     strip.total[q] = strip.total[q] * kept + sum_of(total);
     strip.peak[q] = peak;
     return kept;
 }
 
 // Multiplies a strip's sums by `kept`, and adds a tile's weighted values. Without the processor's tiles, these are
-// summed in registers first.
-INLINED void add(Strip& strip, const float* kept, const Packed (*weights)[TILE], const uint32_t* values, int columns) {
+// summed in registers first. Inlined, GCC 12 has too few of these, and takes twice the time.
+APART void add(Strip& strip, const float* kept, const Packed (*weights)[TILE], const uint32_t* values, int64_t apart,
+               int columns) {
     const auto multiply_sums = [&](auto width, int first) {
         multiply_by_tiles<width>(weights, TILE / IN_WORD, values + first, VALUE_DIM, columns / IN_WORD,
                                  strip.sums[0] + first, VALUE_DIM, strip.sums[0] + first, VALUE_DIM);
@@ -151,11 +174,10 @@ INLINED void add(Strip& strip, const float* kept, const Packed (*weights)[TILE],
             multiply_sums(std::integral_constant<int, 2>(), first);
         if (VALUE_DIM % (2 * SIDE)) multiply_sums(std::integral_constant<int, 1>(), VALUE_DIM - SIDE);
     } else {
-        constexpr int SLAB = find_slab(VALUE_DIM / LANES);
-        for (int first = 0; first < VALUE_DIM; first += SLAB * LANES) {
-            Singles sums[ROWS][SLAB];
-            multiply(weights, TILE / IN_WORD, values + first, VALUE_DIM, columns / IN_WORD, sums);
-            UNROLLED for (int q = 0; q < ROWS; q++) UNROLLED for (int c = 0; c < SLAB; c++) {
+        for (int first = 0; first < VALUE_DIM; first += CHANNELS, values += apart) {
+            Singles sums[ROWS][CHANNELS / LANES];
+            multiply(weights, TILE / IN_WORD, values, CHANNELS, columns / IN_WORD, sums);
+            UNROLLED for (int q = 0; q < ROWS; q++) UNROLLED for (int c = 0; c < CHANNELS / LANES; c++) {
                 float* sum = strip.sums[q] + first + c * LANES;
                 store(sum, fused(all(kept[q]), loaded<Singles>(sum), sums[q][c]));
             }
@@ -173,13 +195,13 @@ void begin(Strip& strip) {
 // sees the first `visible(q)` of them. `scaling` is that of scores times log2(e).
 template <typename Visible>
 INLINED void meet(Strip& strip, const uint32_t (*query)[WORDS], const uint32_t* keys, const uint32_t* values,
-                  int columns, Visible visible, float scaling) {
+                  int64_t apart, int columns, Visible visible, float scaling) {
     alignas(64) float scores[STRIP][TILE], kept[STRIP];
     alignas(64) Packed weights[STRIP][TILE];
     for (int column = 0; column < columns; column += CHUNK)
         score(query, keys + column * WORDS, (float (*)[TILE])(scores[0] + column));
     for (int q = 0; q < STRIP; q++) kept[q] = weigh(strip, q, scores[q], columns, visible(q), scaling, weights[q]);
-    add(strip, kept, weights, values, columns);
+    add(strip, kept, weights, values, apart, columns);
 }
 
 }  // namespace

@@ -18,24 +18,25 @@ INLINED Singles about_power_of_two(Singles x) {
 }
 
 // Adds to `sums` the products of COUNT words of a strip's codes with those of keys.
-template <int COUNT>
-INLINED void add_codes(Singles (*sums)[AT_ONCE], const uint32_t (*queries)[CODE_WORDS], const uint32_t* codes) {
-    Words columns[AT_ONCE][COUNT];
-    UNROLLED for (int c = 0; c < AT_ONCE; c++) UNROLLED for (int word = 0; word < COUNT; word++) columns[c][word] =
+template <int COUNT, int VECTORS>
+INLINED void add_codes(Singles (*sums)[VECTORS], const uint32_t (*queries)[CODE_WORDS], const uint32_t* codes) {
+    Words columns[VECTORS][COUNT];
+    UNROLLED for (int c = 0; c < VECTORS; c++) UNROLLED for (int word = 0; word < COUNT; word++) columns[c][word] =
         loaded<Words>(codes + word * SEGMENT + c * LANES);
     UNROLLED for (int q = 0; q < STRIP; q++) {
         Words row[COUNT];
         UNROLLED for (int word = 0; word < COUNT; word++) row[word] = Words{} + queries[q][word];
-        UNROLLED for (int c = 0; c < AT_ONCE; c++) sums[q][c] = added_codes<COUNT>(sums[q][c], row, columns[c]);
+        UNROLLED for (int c = 0; c < VECTORS; c++) sums[q][c] = added_codes<COUNT>(sums[q][c], row, columns[c]);
     }
 }
 
-// Writes estimated scores of a strip with AT_ONCE vectors of a segment's keys, from `first` on, to `block.scores`, and
+// Writes estimated scores of a strip with so many vectors of a segment's keys, from `first` on, to `block.scores`, and
 // marks the keys that reach a query's cut in `asked`.
+template <int VECTORS>
 INLINED void estimate(Block& block, int strip, const FarKeys& far, int64_t segment, int first, Marks* asked) {
     const uint32_t* codes = far.codes.get() + segment * CODE_WORDS * SEGMENT + first;
-    Singles sums[STRIP][AT_ONCE];  // integers
-    UNROLLED for (int c = 0; c < AT_ONCE; c++) {
+    Singles sums[STRIP][VECTORS];  // integers
+    UNROLLED for (int c = 0; c < VECTORS; c++) {
         const Singles correction = loaded<Singles>(far.corrections.get() + segment * SEGMENT + first + c * LANES);
         UNROLLED for (int q = 0; q < STRIP; q++) sums[q][c] = correction;
     }
@@ -44,15 +45,17 @@ INLINED void estimate(Block& block, int strip, const FarKeys& far, int64_t segme
     const auto from = [&](int word) { return (const uint32_t (*)[CODE_WORDS])(query + word); };
     for (int word = 0; word < WHOLE; word += TOGETHER) add_codes<TOGETHER>(sums, from(word), codes + word * SEGMENT);
     if constexpr (REST > 0) add_codes<REST>(sums, from(WHOLE), codes + WHOLE * SEGMENT);
-    UNROLLED for (int c = 0; c < AT_ONCE; c++) {
+    UNROLLED for (int c = 0; c < VECTORS; c++) {
         const Singles step = loaded<Singles>(far.steps.get() + segment * SEGMENT + first + c * LANES);
+        Marks marks = asked[c];
         UNROLLED for (int q = 0; q < STRIP; q++) {
             const int query = strip * STRIP + q;
             const Singles score = fused(to_singles((Integers)sums[q][c]) * step, all(block.query_steps[query]),
-                                        all(block.centred[query][segment % CHUNK]));
-            asked[c] |= at_least(score, all(block.cut[query]));
+                                        all(block.centred[segment % CHUNK][query]));
+            marks |= at_least(score, all(block.cut[query]));
             store(block.scores[query] + first + c * LANES, score);
         }
+        asked[c] = marks;
     }
 }
 
@@ -65,13 +68,38 @@ void score_centres(Block& block, const Call& call, const FarKeys& far, int64_t s
         score(block.query + strip * STRIP, block.keys, scores);
         for (int q = 0; q < STRIP; q++)
             for (int each = 0; each < CHUNK; each++)
-                block.centred[strip * STRIP + q][each] =
+                block.centred[each][strip * STRIP + q] =
                     scores[q][each] * float(call.scaling * LOG2_E) - block.base[strip * STRIP + q];
     }
 }
 
+// Whether scores of a strip's queries with keys of a segment may reach a cut, by their mean and their spread.
+bool may_reach(const Block& block, int strip, const FarKeys& far, int64_t segment) {
+    const float spread = REACH * far.sizes[segment];
+    bool below = true;  // not where a number is nan
+    for (int q = strip * STRIP; q < (strip + 1) * STRIP; q++)
+        below &= block.centred[segment % CHUNK][q] + spread * block.spreads[q] < block.cut[q];
+    return !below;
+}
+
+// Adds the weights of a strip's keys from `first` to `stop`, `times` each, to the sums of a block.
+INLINED void add_weights(Block& block, int strip, int first, int stop, float times, const Marks* asked) {
+    for (int q = strip * STRIP; q < (strip + 1) * STRIP; q++) {
+        Singles met = {}, unread = {}, lifted = {};
+        UNROLLED for (int key = first; key < stop; key += LANES) {
+            const Singles score = loaded<Singles>(block.scores[q] + key);
+            const Singles weight = about_power_of_two(score), left = without(weight, asked[key / LANES]);
+            met += weight, unread += left;
+            lifted = fused(left, score, lifted);
+        }
+        block.met[q] = fused(all(times), met, block.met[q]);
+        block.unread[q] = fused(all(times), unread, block.unread[q]);
+        block.lifted[q] = fused(all(times), lifted, block.lifted[q]);
+    }
+}
+
 // Scans the codes of `segments` segments of far keys: tokens to read go to `block.chosen`, and the others are added to
-// the sums of unread weights.
+// the sums of unread weights. Where no key of a segment is expected to reach a strip's cuts, a sample counts for all.
 void scan(Block& block, const Call& call, const FarKeys& far, int64_t segments) {
     const float share = std::log2(call.threshold / (segments * SEGMENT));
     block.chosen.clear();
@@ -81,20 +109,26 @@ void scan(Block& block, const Call& call, const FarKeys& far, int64_t segments) 
             score_centres(block, call, far, segment / CHUNK * CHUNK, segments);
         if ((segments - 1 - segment) % (TILE / SEGMENT) == 0)
             for (int q = 0; q < BLOCK; q++) block.cut[q] = std::min(MOST, std::log2(sum_of(block.met[q])) + share);
+        const int sample = segment % (SEGMENT / SAMPLED) * SAMPLED;
         Marks asked[PARTS] = {};
-        for (int first = 0; first < SEGMENT; first += AT_ONCE * LANES)
-            for (int strip = 0; strip < STRIPS; strip++)
-                estimate(block, strip, far, segment, first, asked + first / LANES);
-        for (int q = 0; q < BLOCK; q++) {
-            Singles met = block.met[q], unread = block.unread[q], lifted = block.lifted[q];
-            UNROLLED for (int c = 0; c < PARTS; c++) {
-                const Singles score = loaded<Singles>(block.scores[q] + c * LANES);
-                const Singles weight = about_power_of_two(score), left = without(weight, asked[c]);
-                met += weight, unread += left;
-                lifted = fused(left, score, lifted);
+        bool whole[STRIPS];
+        const auto estimate_keys = [&](auto vectors, int strip, int first, int stop, Marks* asked) {
+            for (; first < stop; first += vectors * LANES)
+                estimate<vectors>(block, strip, far, segment, first, asked + first / LANES);
+        };
+        for (int strip = 0; strip < STRIPS; strip++) {
+            whole[strip] = may_reach(block, strip, far, segment);
+            if (!whole[strip]) {
+                constexpr int FITTING = std::min(AT_ONCE, SAMPLED / LANES);
+                Marks found[PARTS] = {};
+                estimate_keys(std::integral_constant<int, FITTING>(), strip, sample, sample + SAMPLED, found);
+                for (const Marks& marks : found) whole[strip] |= bits_of(marks) != 0;
             }
-            block.met[q] = met, block.unread[q] = unread, block.lifted[q] = lifted;
+            if (whole[strip]) estimate_keys(std::integral_constant<int, AT_ONCE>(), strip, 0, SEGMENT, asked);
         }
+        for (int strip = 0; strip < STRIPS; strip++)
+            if (whole[strip]) add_weights(block, strip, 0, SEGMENT, 1, asked);
+            else add_weights(block, strip, sample, sample + SAMPLED, SEGMENT / SAMPLED, asked);
         for (int c = 0; c < PARTS; c++)
             for (uint32_t left = bits_of(asked[c]); left; left &= left - 1)
                 block.chosen.push_back(call.first + segment * SEGMENT + c * LANES + __builtin_ctz(left));
@@ -123,7 +157,7 @@ void write(const Block& block, const Call& call, int64_t head, int64_t query, in
 
 // Attention of a head's block of queries, number `index`. `keys` and `values` are of all tokens, packed.
 void attend(Block& block, const Call& call, const FarKeys& far, int64_t head, int64_t index, const uint32_t* keys,
-            const uint32_t* values) {
+            const uint32_t* values, int64_t apart) {
     const int64_t start = index * BLOCK, count = std::min<int64_t>(BLOCK, call.queries - start);
     const int64_t stop = far_stop(call, start), end = call.start + start + count;
     const float scaling = call.scaling * LOG2_E;
@@ -140,23 +174,25 @@ void attend(Block& block, const Call& call, const FarKeys& far, int64_t head, in
                 own[q][d] = widen(query[d]), states[d][strip * STRIP + q] = own[q][d] / call.weights[d];
         }
         regress(block, strip, own, far, segments, scaling);
+        spread(block, strip, own, call.spreads, scaling);
     }
     encode(block, states, scaling);
-    const auto meet_all = [&](const uint32_t* keys, const uint32_t* values, auto visible) {
+    const auto meet_all = [&](const uint32_t* keys, const uint32_t* values, int64_t apart, auto visible) {
         for (int strip = 0; strip < STRIPS; strip++) {
             const int64_t most = visible(strip * STRIP + STRIP - 1);
             if (most > 0)
                 meet(
-                    block.strips[strip], block.query + strip * STRIP, keys, values,
+                    block.strips[strip], block.query + strip * STRIP, keys, values, apart,
                     (std::min<int64_t>(most, TILE) + CHUNK - 1) / CHUNK * CHUNK,
                     [&](int q) { return visible(strip * STRIP + q); }, scaling);
         }
     };
     for (Strip& strip : block.strips) begin(strip);
     for (int64_t tile = 0; tile < call.first; tile += TILE)
-        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM, [&](int) { return call.first - tile; });
+        meet_all(keys + tile * WORDS, values + tile / IN_WORD * CHANNELS, apart,
+                 [&](int) { return call.first - tile; });
     for (int64_t tile = stop; tile < end; tile += TILE)
-        meet_all(keys + tile * WORDS, values + tile / IN_WORD * VALUE_DIM,
+        meet_all(keys + tile * WORDS, values + tile / IN_WORD * CHANNELS, apart,
                  [&](int q) { return call.start + std::min(start + q, start + count - 1) + 1 - tile; });
     for (int q = 0; q < BLOCK; q++)
         block.base[q] = block.strips[q / STRIP].peak[q % STRIP] + std::log2(block.strips[q / STRIP].total[q % STRIP]);
@@ -166,9 +202,10 @@ void attend(Block& block, const Call& call, const FarKeys& far, int64_t head, in
         for (int64_t chunk = 0; chunk < std::min<int64_t>(left, TILE); chunk += CHUNK) {
             const auto token = [&](int64_t each) { return block.chosen[tile + chunk + each]; };
             pack_keys(call.key, call.key_token, left - chunk, token, block.keys + chunk * WORDS);
-            pack_values(call.value, call.value_token, left - chunk, token, block.values + chunk / IN_WORD * VALUE_DIM);
+            pack_values(call.value, call.value_token, left - chunk, token, block.values + chunk / IN_WORD * CHANNELS,
+                        TILE / IN_WORD * CHANNELS);
         }
-        meet_all(block.keys, block.values, [&](int) { return left; });
+        meet_all(block.keys, block.values, TILE / IN_WORD * CHANNELS, [&](int) { return left; });
     }
     for (int64_t q = 0; q < count; q++) write(block, call, head, start + q, q);
 #pragma omp atomic
@@ -178,8 +215,7 @@ void attend(Block& block, const Call& call, const FarKeys& far, int64_t head, in
 void attend(const Call& call) {
     const int64_t chunks = (call.tokens + CHUNK - 1) / CHUNK + TILE / CHUNK;
     const int64_t blocks = (call.queries + BLOCK - 1) / BLOCK;
-    std::unique_ptr<uint32_t[]> keys(new uint32_t[chunks * CHUNK * WORDS]);
-    std::unique_ptr<uint32_t[]> values(new uint32_t[chunks * CHUNK / IN_WORD * VALUE_DIM]);
+    const Aligned keys(chunks * CHUNK * WORDS), values(chunks * CHUNK / IN_WORD * VALUE_DIM);
     const FarKeys far = describe(call, (far_stop(call, (blocks - 1) * BLOCK) - call.first) / SEGMENT);
     std::vector<Block> room(call.threads);
     for (Block& block : room) block.chosen.reserve(call.tokens);  // no thread may throw
@@ -188,7 +224,8 @@ void attend(const Call& call) {
     // The last ones first: they see most.
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)
     for (int64_t each = blocks * call.group - 1; each >= 0; each--)
-        attend(room[omp_get_thread_num()], call, far, each % call.group, each / call.group, keys.get(), values.get());
+        attend(room[omp_get_thread_num()], call, far, each % call.group, each / call.group, keys.get(), values.get(),
+               chunks * CHUNK / IN_WORD * CHANNELS);
 }
 
 }  // namespace

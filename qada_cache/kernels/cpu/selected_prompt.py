@@ -6,10 +6,13 @@ far: of near keys and, from the newest on, of tiles of far ones. The block reads
 keys are replaced by an estimate of their weight, with values on the line of regression, as in decoding
 (`sketch/selection.py`).
 
+Six queries estimate a quarter of a segment's keys, and let it count for all of them, unless one of the quarter is
+selected, or the mean score and its spread let one of the others expect it (`REACH` of selecting.h).
+
 Estimates of scores are products of bytes. A prompt is bound by arithmetic, and 8 bits cost no more than the sketch's
 few: keys less the mean of their segment, and queries, rotated and rounded to 127 levels of their own largest number;
 to 63 where the processor sums products in 16 bits, faster than in 32. Before, keys are multiplied by weights of their
-channels, and queries divided (`find_weights`). No query's output depends on later tokens.
+channels, and queries divided (`describe_channels`). No query's output depends on later tokens.
 """
 
 import ctypes
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...sketch.codec import MIN_ENERGY, MIN_VARIANCE, set_floor
 from ...sketch.coded import find_block
@@ -38,7 +42,7 @@ class Call(ctypes.Structure):
     """`Call` of selecting.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "weights", "out", "unread")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "weights", "spreads", "out", "unread")),
         *((name, ctypes.c_int64) for name in ("query_head", "query_token", "key_token", "value_token")),
         *((name, ctypes.c_int64) for name in ("out_head", "out_token", "group", "queries", "tokens", "start", "first")),
         *((name, ctypes.c_int64) for name in ("window", "narrow", "threads")),
@@ -127,22 +131,29 @@ def selected_attention(
         one = query[0][asking], key[0, head, : selecting.stop], value[0, head, : selecting.stop]
         arguments: dict[str, Any] = {"scaling": scaling, "threshold": threshold}
         arguments |= {"first": (first := _round_up(sinks)), "window": window}
-        arguments["weights"] = find_weights(
+        arguments["weights"], arguments["spreads"] = describe_channels(
             key[0, head, first : first + LEAST_FAR], None if energies is None else energies[head]
         )
         pairs -= _attend_to_head(*one, start=selecting.start, out=out[0][asking], **arguments)
     return pairs
 
 
-def find_weights(keys: Tensor, energies: Tensor | None) -> Tensor:
-    """Weights float32 `[dim]` of channels, `(E / v)^(1/4)`, with `energies` `E` `[dim]` and, of the first far keys
-    `[tokens, dim]`, the variance `v` within segments: rounding of keys and queries changes scores least by these. A
-    model may have large keys and small queries in a channel, or the reverse. Ones, if no energies are known."""
-    if energies is None:
-        return torch.ones(keys.shape[1], dtype=torch.float32, device="cpu")
-    variances = keys.float().unflatten(0, (-1, SEGMENT)).var(dim=1, correction=0).mean(dim=0)
-    weights = set_floor(energies.cpu(), MIN_ENERGY) / set_floor(variances, MIN_VARIANCE)
-    return weights.pow(0.25).contiguous()
+def describe_channels(keys: Tensor, energies: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights of channels, float32 `[dim]`, and the covariance of the first far keys `[tokens, dim]` within segments,
+    float32 `[dim, padded]`, over their mean square length as they are coded.
+
+    Weights are `(E / v)^(1/4)`, with `energies` `E` `[dim]` and variances `v`: rounding of keys and queries changes
+    scores least by these. A model may have large keys and small queries in a channel, or the reverse. Ones, if no
+    energies are known."""
+    segments = keys.float().unflatten(0, (-1, SEGMENT))
+    residuals = (segments - segments.mean(dim=1, keepdim=True)).flatten(0, 1)
+    covariance = residuals.T @ residuals / len(residuals)
+    variances, weights = covariance.diagonal(), torch.ones(keys.shape[1], dtype=torch.float32, device="cpu")
+    if energies is not None:
+        weights = set_floor(energies.cpu(), MIN_ENERGY) / set_floor(variances, MIN_VARIANCE)
+        weights = weights.pow(0.25).contiguous()
+    length = (variances * weights.square()).sum().clamp_min(torch.finfo(torch.float32).tiny)
+    return weights, pad(covariance / length, (0, -len(weights) % 16)).contiguous()
 
 
 def _move(span: slice, tokens: int) -> slice:
@@ -162,6 +173,7 @@ def _attend_to_head(
     first: int,
     window: int,
     weights: Tensor,
+    spreads: Tensor,
     scaling: float,
     threshold: float,
     out: Tensor,
@@ -176,6 +188,7 @@ def _attend_to_head(
         find_address("key", key, prompt.NUMBERS, (tokens, dim), packed=1),
         find_address("value", value, key.dtype, (tokens, value_dim), packed=1),
         find_address("weights", weights, torch.float32, (dim,)),
+        find_address("spreads", spreads, torch.float32, (dim, dim + -dim % 16)),
         find_address("out", out, prompt.OUT, (*query.shape[:2], value_dim), packed=1),
         find_address("unread", unread_pairs, torch.int64, ()),
     )

@@ -18,13 +18,17 @@ constexpr int CODE_WORDS = DIM / 4;
 constexpr int PARTS = SEGMENT / LANES;  // vectors of a segment's keys
 constexpr int AT_ONCE = TOGETHER == 1 ? VECTORS : 1;  // vectors of keys whose estimates fit into registers
 constexpr int WIDTH = (DIM + VALUE_DIM + 15) / 16 * 16;  // of a key and its value: zeros behind
+constexpr int PADDED = (DIM + 15) / 16 * 16;  // of a key: zeros behind
 constexpr float FLAT = 1e-6;  // a lower variance of scores is rounding: the slope of values is 0 then
+constexpr int SAMPLED = 16;  // keys of a segment that every strip estimates
+constexpr float REACH = 3.5;  // standard deviations above their mean: as far as scores with a segment are expected
 constexpr float MOST = 100;  // a key with a higher score, less `base`, is always read
 
 // The arguments from Python, in its order. Tokens are those of the prompt; queries are of tokens from `start` on.
 struct Call {
     const Number *query, *key, *value;  // [group, queries, DIM], [tokens, DIM], [tokens, VALUE_DIM]
     const float* weights;  // [DIM]: keys are coded times these, and queries over them
+    const float* spreads;  // [DIM, PADDED]: covariance of keys within a segment whose coded keys have a length of 1
     void* out;  // [group, queries, VALUE_DIM], bfloat16 or float32
     int64_t* unread;  // the number of pairs of a query and an unread far key is added to it
     int64_t query_head, query_token, key_token, value_token, out_head, out_token;  // strides, in numbers
@@ -43,7 +47,8 @@ struct Block {
     Strip strips[STRIPS];
     uint32_t query[BLOCK][WORDS], query_codes[BLOCK][CODE_WORDS];
     alignas(64) float query_steps[BLOCK], base[BLOCK], cut[BLOCK];
-    alignas(64) float centred[BLOCK][CHUNK];  // scores of the centres of some segments, less `base`
+    alignas(64) float spreads[BLOCK];  // standard deviations of scores with keys of such a segment
+    alignas(64) float centred[CHUNK][BLOCK];  // scores of the centres of some segments, less `base`
     alignas(64) float scores[BLOCK][SEGMENT];
     // Sums of estimated weights: of all keys so far, of unread ones, and of unread ones times their scores.
     Singles met[BLOCK], unread[BLOCK], lifted[BLOCK];
@@ -80,6 +85,29 @@ void encode(Block& block, float (*states)[BLOCK], float scaling) {
         Code codes[BLOCK];
         for (int q = 0; q < BLOCK; q++) codes[q] = ZERO + (int)std::nearbyint(states[d][q] * inverse_steps[q]);
         for (int q = 0; q < BLOCK; q++) ((Code*)block.query_codes[q])[d] = codes[q];
+    }
+}
+
+// Writes the products of a strip's queries `states` and a matrix [DIM, WIDTH] to `along`.
+template <int WIDTH>
+INLINED void project(const float (*states)[DIM], const float* matrix, float (*along)[WIDTH]) {
+    constexpr int SLAB = find_slab(WIDTH / LANES);
+    for (int first = 0; first < WIDTH; first += SLAB * LANES) {
+        Singles sums[STRIP][SLAB];
+        multiply<SLAB, false>(states[0], DIM, matrix + first, WIDTH, DIM, sums);
+        UNROLLED for (int q = 0; q < STRIP; q++) UNROLLED for (int c = 0; c < SLAB; c++)
+            store(along[q] + first + c * LANES, sums[q][c]);
+    }
+}
+
+// Sets `block.spreads` of a strip's queries `states`.
+void spread(Block& block, int strip, const float (*states)[DIM], const float* spreads, float scaling) {
+    alignas(64) float along[STRIP][PADDED];
+    project(states, spreads, along);
+    for (int q = 0; q < STRIP; q++) {
+        float variance = 0;
+        for (int d = 0; d < DIM; d++) variance += along[q][d] * states[q][d];
+        block.spreads[strip * STRIP + q] = scaling * std::sqrt(variance);
     }
 }
 
