@@ -118,7 +118,7 @@ def test_segments_that_no_query_may_select_from_are_sampled(dim: int, monkeypatc
     out, _ = attend(call, energies=energies)
     wanted, shares, sampled = by_reference(call, energies)
     assert 0.01 < sum(shares) / len(shares) < 0.2
-    assert 0.2 < sum(sampled) / len(sampled) < 0.8
+    assert 0.1 < sum(sampled) / len(sampled) < 0.8
     assert (out - wanted).abs().amax(dim=-1).quantile(0.97) < 2e-3 * float(wanted.std())
     monkeypatch.setattr(selected_prompt_reference, "REACH", torch.inf)
     estimated, _, unsampled = by_reference(call, energies)
