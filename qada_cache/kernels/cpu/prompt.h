@@ -50,6 +50,7 @@ public:
 // Packs a query's DIM channels into words.
 INLINED void pack_query(const Number* query, uint32_t* words) {
     if constexpr (IN_WORD * sizeof(Number) == 4) {
+        // By vectors: GCC calls memcpy for so many bytes.
         constexpr int PACKED = DIM / IN_WORD, WHOLE = PACKED / LANES * LANES;
         for (int word = 0; word < WHOLE; word += LANES) store(words + word, loaded<Words>(query + word * IN_WORD));
         std::memcpy(words + WHOLE, query + WHOLE * IN_WORD, (PACKED - WHOLE) * sizeof(uint32_t));
@@ -159,7 +160,7 @@ INLINED float weigh(Strip& strip, int q, float* scores, int columns, int64_t vis
 }
 
 // Multiplies a strip's sums by `kept`, and adds a tile's weighted values. Without the processor's tiles, these are
-// summed in registers first. Inlined, GCC 12 has too few of these, and takes twice the time.
+// summed in registers first. GCC 12 may move them to memory and back where it inlines this.
 APART void add(Strip& strip, const float* kept, const Packed (*weights)[TILE], const uint32_t* values, int64_t apart,
                int columns) {
     const auto multiply_sums = [&](auto width, int first) {

@@ -6,8 +6,8 @@ far: of near keys and, from the newest on, of tiles of far ones. The block reads
 keys are replaced by an estimate of their weight, with values on the line of regression, as in decoding
 (`sketch/selection.py`).
 
-Six queries estimate a quarter of a segment's keys, and let it count for all of them, unless one of the quarter is
-selected, or the mean score and its spread let one of the others expect it (`REACH` of selecting.h).
+Six neighbouring queries estimate a quarter of a segment's keys, which counts for all of them. They estimate all if one
+of them selects a key of the quarter, or if its mean score plus `REACH` (selecting.h) standard deviations would select.
 
 Estimates of scores are products of bytes. A prompt is bound by arithmetic, and 8 bits cost no more than the sketch's
 few: keys less the mean of their segment, and queries, rotated and rounded to 127 levels of their own largest number;
