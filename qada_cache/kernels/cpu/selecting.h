@@ -21,7 +21,7 @@ constexpr int WIDTH = (DIM + VALUE_DIM + 15) / 16 * 16;  // of a key and its val
 constexpr int PADDED = (DIM + 15) / 16 * 16;  // of a key: zeros behind
 constexpr float FLAT = 1e-6;  // a lower variance of scores is rounding: the slope of values is 0 then
 constexpr int SAMPLED = 16;  // keys of a segment that count for all if no other may be selected
-constexpr float REACH = 3.5;  // standard deviations above a query's mean score with a segment: no key beyond is expected
+constexpr float REACH = 3.5;  // standard deviations above a mean score, beyond which no key is expected
 constexpr float MOST = 100;  // a key with a higher score, less `base`, is always read
 
 // The arguments from Python, in its order. Tokens are those of the prompt; queries are of tokens from `start` on.
